@@ -1,0 +1,302 @@
+"""Speed of a training step on two ranks with one thread each, as ratios measured side by side in one run.
+
+    python -m benchmarks.pipeline [--rounds 5] [--steps 6] [--networks resnet unet]
+
+Contenders take turns, round by round, so drift of the machine meets all of them:
+
+    one process    the network whole, plain PyTorch, batch B                                       1.00 by definition
+    ours P=2       `HybridStrategy`, two stages, M microbatches, batch B
+    raw GPipe      `torch.distributed.pipelining`, the same cut, the same M, batch B
+    ddp            Lightning's `ddp`, two replicas, batch B / 2 each
+    ours D=2       `HybridStrategy`, two replicas, batch B / 2 each
+
+The limit of a pipeline is the bubble's M / (M + P - 1) times the balance (mean stage time / slowest stage time, each
+measured alone) times P; the limit of two replicas is 2.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torchvision.models import resnet50
+
+from lightning_cnnpar import HybridStrategy
+from lightning_cnnpar.partition.split import Partitioner
+from lightning_cnnpar.partition.stage import Program
+
+WARM_UP = 2
+
+
+def unet() -> nn.Module:
+    """A U-Net-like network: four levels with skips."""
+    from tests.nets import UNet
+
+    return UNet(norm=True, width=24, classes=4)
+
+
+def segmentation_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy of each pixel against the image's class."""
+    target = (labels % outputs.shape[1]).view(-1, 1, 1).expand(-1, *outputs.shape[2:])
+    return F.cross_entropy(outputs, target)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A network and a batch."""
+
+    network: Callable[[], nn.Module]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    batch: int
+    size: int
+    microbatches: int
+
+
+WORKS = {
+    "resnet": Work(resnet50, F.cross_entropy, batch=16, size=96, microbatches=4),
+    "unet": Work(unet, segmentation_loss, batch=16, size=64, microbatches=4),
+}
+
+
+class Module(pl.LightningModule):
+    """The network, a loss, SGD; notes the time of each step."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self.model = work.network()
+        self.work = work
+        self.times: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The loss of a batch."""
+        images, labels = batch
+        return self.work.loss(self.model(images), labels)
+
+    def configure_optimizers(self) -> Any:
+        """SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Start the clock."""
+        self._begin = time.perf_counter()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Stop the clock."""
+        self.times.append(time.perf_counter() - self._begin)
+
+
+class Contenders:
+    """What each rank runs, by name; every call returns seconds per step."""
+
+    def __init__(self, rank: int, work: Work, steps: int) -> None:
+        self._rank = rank
+        self._work = work
+        self._steps = steps
+        torch.manual_seed(0)
+        self._network = work.network()
+        self._images = torch.randn(work.batch, 3, work.size, work.size)
+        self._labels = torch.randint(0, 4, (work.batch,))
+        self._program = Partitioner(self._network, 2).program((self._images,), {})
+        self._raw = RawGPipe(rank, self._network, self._program, work, self._images)
+
+    def run(self) -> dict[str, float]:
+        """One round."""
+        return {
+            "one process": self._alone(),
+            "ours P=2": self._fit(HybridStrategy(2, 1, num_microbatches=self._work.microbatches), 1),
+            "raw GPipe": self._timed(lambda: self._raw.step(self._images, self._labels)),
+            "ddp": self._fit("ddp", 2),
+            "ours D=2": self._fit(HybridStrategy(1, 2), 2),
+        }
+
+    def stage_times(self) -> list[float]:
+        """Seconds for forward and backward of each stage alone, in this process."""
+        value: Tensor | None = None
+        times = []
+        values: dict[str, Tensor] = {}
+        for stage in self._program.stages:
+            received = [values[name].detach().requires_grad_() for name in stage.receives]
+            inputs = [[self._images][i] for i in stage.inputs]
+            best = []
+            for _ in range(3):
+                begin = time.perf_counter()
+                sent, outputs = stage(self._network, inputs, received)
+                made = [tensor for tensor in (*sent, *outputs) if tensor.requires_grad]
+                torch.autograd.backward(made, [torch.ones_like(tensor) for tensor in made])
+                best.append(time.perf_counter() - begin)
+            times.append(min(best))
+            values.update(zip(stage.sends, sent, strict=True))
+            value = outputs[0] if outputs else value
+        return times
+
+    def _alone(self) -> float:
+        seconds = 0.0
+        if self._rank == 0:
+            network = self._work.network()
+            optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+
+            def step() -> None:
+                optimizer.zero_grad()
+                self._work.loss(network(self._images), self._labels).backward()
+                optimizer.step()
+
+            seconds = _median_time(step, self._steps)
+        dist.barrier()
+        return seconds
+
+    def _timed(self, step: Callable[[], None]) -> float:
+        dist.barrier()
+        return _median_time(step, self._steps)
+
+    def _fit(self, strategy: Any, replicas: int) -> float:
+        dist.barrier()
+        per_replica = self._work.batch // replicas
+        count = (self._steps + WARM_UP) * self._work.batch
+        data = TensorDataset(self._images[:1].expand(count, -1, -1, -1), self._labels[:1].expand(count))
+        module = Module(self._work)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=strategy,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        with contextlib.redirect_stdout(None):
+            trainer.fit(module, DataLoader(data, per_replica))
+        return statistics.median(module.times[WARM_UP:])
+
+
+class RawGPipe:
+    """`torch.distributed.pipelining` with our cut."""
+
+    def __init__(self, rank: int, network: nn.Module, program: Program, work: Work, images: Tensor) -> None:
+        self._rank = rank
+        stage = _StageModule(network, program, rank)
+        own = nn.ModuleList(network.get_submodule(name) for name in program.stages[rank].modules)
+        self._optimizer = torch.optim.SGD(own.parameters(), lr=0.01)
+        self._stage = PipelineStage(stage, rank, 2, torch.device("cpu"))
+        self._schedule = ScheduleGPipe(self._stage, n_microbatches=work.microbatches, loss_fn=work.loss)
+
+    def step(self, images: Tensor, labels: Tensor) -> None:
+        """One training step."""
+        self._optimizer.zero_grad()
+        if self._rank == 0:
+            self._schedule.step(images)
+        else:
+            self._schedule.step(target=labels, losses=[])
+        self._optimizer.step()
+
+
+class _StageModule(nn.Module):
+    """A stage as the module that the library wants: several values travel as a tuple."""
+
+    def __init__(self, network: nn.Module, program: Program, rank: int) -> None:
+        super().__init__()
+        self.network = network
+        self.stage = program.stages[rank]
+
+    def forward(self, *values: Tensor) -> Any:
+        taken = len(self.stage.inputs)
+        sent, outputs = self.stage(self.network, values[:taken], values[taken:])
+        made = (*sent, *outputs)
+        return made if len(made) > 1 else made[0]
+
+
+def _median_time(step: Callable[[], None], steps: int) -> float:
+    times = []
+    for _ in range(steps + WARM_UP):
+        begin = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[WARM_UP:])
+
+
+def _rank(rank: int, port: int, name: str, rounds: int, steps: int, results: Any) -> None:
+    warnings.simplefilter("ignore")
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        GROUP_RANK="0",
+        WORLD_SIZE="2",
+        LOCAL_WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="benchmark",
+        OMP_NUM_THREADS="1",
+    )
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity") and len(os.sched_getaffinity(0)) > 1:
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % len(os.sched_getaffinity(0))]})
+    dist.init_process_group("gloo")
+    contenders = Contenders(rank, WORKS[name], steps)
+    measured = [contenders.run() for _ in range(rounds)]
+    stages = contenders.stage_times() if rank == 0 else []
+    if rank == 0:
+        results.put((measured, stages))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(name: str, rounds: int, steps: int) -> dict[str, Any]:
+    """Run the contenders for one network; medians over the rounds of each round's ratio to one process."""
+    context = multiprocessing.get_context("spawn")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    results = context.Queue()
+    ranks = [context.Process(target=_rank, args=(rank, port, name, rounds, steps, results)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    measured, stages = results.get(timeout=1800)
+    for process in ranks:
+        process.join(60)
+    ratios = {
+        contender: statistics.median(one["one process"] / one[contender] for one in measured)
+        for contender in measured[0]
+    }
+    microbatches = WORKS[name].microbatches
+    balance = sum(stages) / len(stages) / max(stages)
+    limit = 2 * microbatches / (microbatches + 1) * balance
+    return {
+        "network": name,
+        "seconds of one process": statistics.median(one["one process"] for one in measured),
+        "speed-up": ratios,
+        "balance": balance,
+        "limit of P=2": limit,
+        "ours P=2 / limit": ratios["ours P=2"] / limit,
+        "ours P=2 / raw GPipe": statistics.median(one["raw GPipe"] / one["ours P=2"] for one in measured),
+        "ours D=2 / ddp": statistics.median(one["ddp"] / one["ours D=2"] for one in measured),
+    }
+
+
+def main() -> None:
+    """Measure and print, one JSON object a network."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--networks", nargs="+", default=list(WORKS), choices=list(WORKS))
+    arguments = parser.parse_args()
+    for name in arguments.networks:
+        print(json.dumps(measure(name, arguments.rounds, arguments.steps), indent=2), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Lightning callbacks: monitoring, learning-rate scaling, layouts that change between epochs."""

@@ -1,0 +1,1 @@
+"""Gradients on the wire in fewer bits, with error feedback."""

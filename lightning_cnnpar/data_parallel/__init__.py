@@ -1,0 +1,1 @@
+"""The gradients of a stage, averaged over the replicas."""

@@ -1,0 +1,1 @@
+"""Starting the ranks and binding them to processors and memory."""

@@ -1,0 +1,53 @@
+"""How the ranks of a node start: Lightning's own launchers, with a check before the first process."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from lightning_cnnpar._compat import multi_processing_launcher, subprocess_script_launcher
+from lightning_cnnpar.config import StartMethod
+
+_SubprocessScriptLauncher = subprocess_script_launcher()
+_MultiProcessingLauncher = multi_processing_launcher()
+
+
+class Launchable(Protocol):
+    """What a launcher needs of the strategy."""
+
+    cluster_environment: Any
+    num_processes: int
+    num_nodes: int
+
+    def check_before_launch(self) -> None:
+        """Refuse a run that can be seen to fail."""
+
+
+def make_launcher(strategy: Any, start_method: StartMethod) -> Any:
+    """The launcher of a start method; under torchrun and SLURM no process is started, only the check is made."""
+    if start_method == "popen":
+        return CheckedScriptLauncher(strategy)
+    return CheckedProcessLauncher(strategy, start_method)
+
+
+class CheckedScriptLauncher(_SubprocessScriptLauncher):  # type: ignore[misc, valid-type]
+    """Runs the script once for each rank."""
+
+    def __init__(self, strategy: Launchable) -> None:
+        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        self._check = strategy.check_before_launch
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Check, start the other ranks, run `function` as rank 0."""
+        self._check()
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+
+class CheckedProcessLauncher(_MultiProcessingLauncher):  # type: ignore[misc, valid-type]
+    """Starts processes that run `function`."""
+
+    def __init__(self, strategy: Any, start_method: StartMethod) -> None:
+        super().__init__(strategy, start_method)
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Check, start all ranks, return what rank 0 returned."""
+        self._strategy.check_before_launch()
+        return super().launch(function, *args, trainer=trainer, **kwargs)

@@ -1,0 +1,324 @@
+"""Bundles of activations and gradients between ranks, on top of the messages of `transport`.
+
+A header goes ahead of the microbatches of a bundle. It carries the number of a description (shapes, types, layouts)
+that the receiver knows, or a new number with the description; so descriptions travel only when they change.
+Microbatches of one size are described alike, and with their header at hand a receiver posts all of them at once:
+
+    sender, batch of 8 in 3      header  [3 samples]  [3 samples]  header  [2 samples]
+    receiver                     wait, post 2 receives             wait, post 1
+
+On the way back shapes are known. There the header says whether every value has a gradient; where some have none (no
+path leads from them to the loss), each microbatch gets a header with a list: what has no gradient stays without one.
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_cnnpar.pipeline import wire
+from lightning_cnnpar.pipeline.errors import PipelineError
+from lightning_cnnpar.pipeline.routes import Bundle, Parcel
+from lightning_cnnpar.pipeline.transport import Header, Link, Receipt
+from lightning_cnnpar.pipeline.wire import Meta
+
+Metas = tuple[Meta, ...]
+Key = tuple[int, int]
+"""Stage and microbatch: what a parcel is called between two ranks."""
+
+_EVERY_GRADIENT, _SOME_GRADIENTS = -1, -2
+# Descriptions that a pair of ranks remembers; more than image sizes and layouts a training run could alternate between.
+_REMEMBERED = 4096
+
+
+class Vocabulary:
+    """The descriptions that this rank has told each other rank and that they have told it, by number."""
+
+    def __init__(self) -> None:
+        self._told: dict[int, dict[Metas, int]] = {}
+        self._heard: dict[int, dict[int, Metas]] = {}
+
+    def tell(self, peer: int, metas: Metas) -> Header:
+        """The header that makes `metas` known to a rank."""
+        told = self._told.setdefault(peer, {})
+        if metas in told:
+            return Header(told[metas])
+        if len(told) == _REMEMBERED:
+            told.clear()
+        told[metas] = len(told)
+        return Header(told[metas], metas)
+
+    def hear(self, peer: int, header: Header) -> Metas:
+        """What a header from a rank describes."""
+        heard = self._heard.setdefault(peer, {})
+        if header.body is not None:
+            heard[header.number] = header.body
+        return heard[header.number]
+
+
+def begins_run(sizes: Sequence[int], microbatch: int) -> bool:
+    """Whether a microbatch may be described otherwise than the one before it, so that a header goes ahead."""
+    return microbatch == 0 or sizes[microbatch] != sizes[microbatch - 1]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Arrival:
+    """A tensor on its way to this rank."""
+
+    meta: Meta
+    tensor: Tensor
+    receipt: Receipt
+
+
+class Outbox:
+    """Sends the bundles of one call.
+
+    Args:
+        link: Connections to the other ranks.
+        vocabulary: What they know.
+        sizes: Samples in each microbatch.
+        wire_dtype: Narrower type for floating-point values between stages. Outputs are never narrowed: the rank that
+            makes them would go on with other numbers than the rest.
+    """
+
+    def __init__(
+        self, link: Link, vocabulary: Vocabulary, sizes: Sequence[int], wire_dtype: torch.dtype | None = None
+    ) -> None:
+        self._link, self._vocabulary, self._sizes, self._wire_dtype = link, vocabulary, sizes, wire_dtype
+        self._last: dict[tuple[int, int], Metas] = {}
+
+    def send(self, bundle: Bundle, microbatch: int, tensors: Sequence[Tensor | None], metas: Metas) -> None:
+        """Send a microbatch of a bundle: its values, then its outputs.
+
+        Args:
+            bundle: What is sent.
+            microbatch: Which one.
+            tensors: `None` for an output that is sent later, joined.
+            metas: Descriptions of all of them.
+
+        Raises:
+            PipelineError: If shapes depend on more than the size of a microbatch, for instance on the data.
+        """
+        pair = (bundle.stage, bundle.destination)
+        if begins_run(self._sizes, microbatch):
+            header = self._vocabulary.tell(bundle.destination, metas)
+            self._link.send_header(header, bundle.destination, tag=bundle.stage)
+        elif metas != self._last[pair]:
+            raise _varying(bundle, microbatch, self._last[pair], metas)
+        self._last[pair] = metas
+        for position, (tensor, meta) in enumerate(zip(tensors, metas, strict=True)):
+            if tensor is not None:
+                dtype = wire_type(meta, self._wire_dtype) if position < len(bundle.values) else meta.dtype
+                self._link.send(wire.flat(tensor, meta, dtype), bundle.destination, tag=bundle.stage)
+
+
+Place = Callable[[int, int, Meta], tuple[Tensor, Tensor] | None]
+"""Where an output (its number, microbatch, description) should arrive; `None` if it comes later, joined."""
+
+
+class Inbox:
+    """Receives the bundles of one call.
+
+    Args:
+        link: Connections to the other ranks.
+        vocabulary: What they have told.
+        sizes: Samples in each microbatch.
+        incoming: For each other rank the parcels that it sends, in order.
+        device: Where stages compute.
+        place: Where outputs should arrive.
+        wire_dtype: As the senders have it.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        vocabulary: Vocabulary,
+        sizes: Sequence[int],
+        incoming: Mapping[int, Sequence[Parcel]],
+        *,
+        device: torch.device,
+        place: Place,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._link, self._vocabulary, self._sizes = link, vocabulary, sizes
+        self._device, self._place, self._wire_dtype = device, place, wire_dtype
+        self._queues = {source: deque(parcels) for source, parcels in incoming.items()}
+        self._described: dict[int, Metas] = {}
+        self._headers: dict[Key, Callable[[], Header]] = {}
+        self._arrivals: dict[Key, tuple[list[Arrival], dict[int, Arrival]]] = {}
+        for source, parcels in incoming.items():
+            for bundle, microbatch in parcels:
+                if begins_run(sizes, microbatch):
+                    self._headers[bundle.stage, microbatch] = link.expect_header(source, tag=bundle.stage)
+
+    def arrivals(self, bundle: Bundle, microbatch: int) -> tuple[list[Arrival], dict[int, Arrival]]:
+        """What is on its way as this parcel: the values of the bundle, and outputs by number."""
+        key = (bundle.stage, microbatch)
+        while key not in self._arrivals:
+            self._post_run(bundle.source)
+        return self._arrivals.pop(key)
+
+    def _post_run(self, source: int) -> None:
+        """Post receives up to the next one whose description isn't here yet."""
+        queue = self._queues[source]
+        first = True
+        while queue and (first or (queue[0][0].stage, queue[0][1]) not in self._headers):
+            first = False
+            bundle, microbatch = queue.popleft()
+            header = self._headers.pop((bundle.stage, microbatch), None)
+            if header is not None:
+                self._described[bundle.stage] = self._vocabulary.hear(source, header())
+            self._arrivals[bundle.stage, microbatch] = self._post(bundle, microbatch, self._described[bundle.stage])
+
+    def _post(self, bundle: Bundle, microbatch: int, metas: Metas) -> tuple[list[Arrival], dict[int, Arrival]]:
+        count = len(bundle.values)
+        values = [
+            receive(self._link, bundle, meta, wire.empty(meta, wire_type(meta, self._wire_dtype), self._device))
+            for meta in metas[:count]
+        ]
+        placed = {
+            n: (meta, self._place(n, microbatch, meta)) for n, meta in zip(bundle.outputs, metas[count:], strict=True)
+        }
+        outputs = {n: receive(self._link, bundle, meta, at) for n, (meta, at) in placed.items() if at is not None}
+        return values, outputs
+
+
+def receive(link: Link, bundle: Bundle, meta: Meta, at: tuple[Tensor, Tensor]) -> Arrival:
+    """Be ready for a tensor of a bundle, at a tensor and its flat block."""
+    tensor, block = at
+    return Arrival(meta=meta, tensor=tensor, receipt=link.receive(block, bundle.source, tag=bundle.stage))
+
+
+class GradientOutbox:
+    """Sends gradients back to where values came from, in one backward pass."""
+
+    def __init__(self, link: Link, device: torch.device, wire_dtype: torch.dtype | None = None) -> None:
+        self._link, self._device, self._wire_dtype = link, device, wire_dtype
+        self._complete: dict[tuple[int, int], bool] = {}
+
+    def send(self, bundle: Bundle, metas: Sequence[Meta], gradients: Sequence[Tensor | None]) -> None:
+        """Send the gradients of a microbatch of a bundle.
+
+        Args:
+            bundle: As it came.
+            metas: Descriptions of those of its values that require a gradient.
+            gradients: For each of them the gradient, or `None` where no path leads to the loss.
+        """
+        pair = (bundle.stage, bundle.source)
+        present = [gradient is not None for gradient in gradients]
+        if pair not in self._complete:
+            self._complete[pair] = all(present)
+            number = _EVERY_GRADIENT if all(present) else _SOME_GRADIENTS
+            body = None if all(present) else present
+            self._link.send_header(Header(number, body), bundle.source, tag=_back(bundle))
+        elif not self._complete[pair]:
+            self._link.send_header(Header(_SOME_GRADIENTS, present), bundle.source, tag=_back(bundle))
+        for meta, gradient in zip(metas, gradients, strict=True):
+            if gradient is None and not self._complete[pair]:
+                continue
+            dtype = wire_type(meta, self._wire_dtype)
+            if gradient is None:
+                block = wire.empty(meta, dtype, self._device)[1].zero_()
+            else:
+                block = wire.flat(gradient, meta, dtype)
+            self._link.send(block, bundle.source, tag=_back(bundle))
+
+
+class GradientInbox:
+    """Receives the gradients of one backward pass.
+
+    Args:
+        link: Connections to the other ranks.
+        incoming: For each other rank the parcels whose gradients it sends, in order, without those that have none.
+        metas: Descriptions of the values of a parcel that require a gradient.
+        device: Where stages compute.
+        wire_dtype: As the senders have it.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        incoming: Mapping[int, Iterable[Parcel]],
+        metas: Callable[[Bundle, int], Sequence[Meta]],
+        *,
+        device: torch.device,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._link, self._metas, self._device, self._wire_dtype = link, metas, device, wire_dtype
+        self._queues = {source: deque(parcels) for source, parcels in incoming.items()}
+        self._headers: dict[tuple[int, int], Callable[[], Header]] = {}
+        self._complete: dict[tuple[int, int], bool] = {}
+        self._arrivals: dict[tuple[int, int, int], list[Arrival | None]] = {}
+        for source, queue in self._queues.items():
+            for bundle, _ in queue:
+                if (bundle.stage, source) not in self._headers:
+                    self._headers[bundle.stage, source] = link.expect_header(source, tag=_back(bundle))
+
+    def gradients(self, bundle: Bundle, microbatch: int) -> list[Tensor | None]:
+        """The gradients of a parcel that this rank sent, once they are here."""
+        key = (bundle.stage, bundle.destination, microbatch)
+        while key not in self._arrivals:
+            self._post_run(bundle.destination)
+        return [None if arrival is None else take(arrival) for arrival in self._arrivals.pop(key)]
+
+    def _post_run(self, source: int) -> None:
+        """Post receives up to the next one that waits for a header."""
+        queue = self._queues[source]
+        first = True
+        while queue and (first or self._complete.get((queue[0][0].stage, source), False)):
+            first = False
+            bundle, microbatch = queue.popleft()
+            present = self._present(bundle, source)
+            metas = self._metas(bundle, microbatch)
+            self._arrivals[bundle.stage, source, microbatch] = [
+                self._post(bundle, meta) if present is None or present[position] else None
+                for position, meta in enumerate(metas)
+            ]
+
+    def _present(self, bundle: Bundle, source: int) -> list[bool] | None:
+        """Which values have a gradient; `None` for all."""
+        pair = (bundle.stage, source)
+        if self._complete.get(pair):
+            return None
+        expect = self._headers.pop(pair, None) or self._link.expect_header(source, tag=_back(bundle))
+        header = expect()
+        self._complete[pair] = header.number == _EVERY_GRADIENT
+        present: list[bool] | None = header.body
+        return present
+
+    def _post(self, bundle: Bundle, meta: Meta) -> Arrival:
+        tensor, block = wire.empty(meta, wire_type(meta, self._wire_dtype), self._device)
+        return Arrival(
+            meta=meta, tensor=tensor, receipt=self._link.receive(block, bundle.destination, tag=_back(bundle))
+        )
+
+
+def take(arrival: Arrival) -> Tensor:
+    """The tensor, once it is here, in its own type."""
+    arrival.receipt.wait()
+    meta = arrival.meta
+    return arrival.tensor if arrival.tensor.dtype == meta.dtype else arrival.tensor.to(meta.dtype)
+
+
+def wire_type(meta: Meta, wire_dtype: torch.dtype | None) -> torch.dtype:
+    """The type in which a value travels between stages."""
+    if wire_dtype is None or not meta.dtype.is_floating_point or wire_dtype.itemsize >= meta.dtype.itemsize:
+        return meta.dtype
+    return wire_dtype
+
+
+def _back(bundle: Bundle) -> int:
+    # Headers and blocks of the way back are told apart from those of the way there, also with virtual stages.
+    return (1 << 16) + bundle.stage
+
+
+def _varying(bundle: Bundle, microbatch: int, before: Metas, now: Metas) -> PipelineError:
+    names = (*bundle.values, *(f"output {number}" for number in bundle.outputs))
+    name, old, new = next((n, a, b) for n, a, b in zip(names, before, now, strict=True) if a != b)
+    return PipelineError(
+        f"The value {name!r} that stage {bundle.stage} sends to rank {bundle.destination} is {new} in microbatch"
+        f" {microbatch}, but {old} in the one before, which has as many samples. Shapes that depend on the data can't"
+        f" be cut into microbatches: set `num_microbatches=1`."
+    )

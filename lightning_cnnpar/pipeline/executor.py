@@ -1,0 +1,365 @@
+"""Runs the action tables of one network call on one rank.
+
+    F(s, m)   take the values that s receives ─► run s in the caller's context ─► send what it makes
+    B(s, m)   take gradients of what s made ─► autograd through s ─► send gradients of what it received
+
+Each stage of each microbatch is an autograd graph of its own: what it receives are leaves, what it makes are roots.
+Parameters accumulate as usual. A graph is freed as soon as its backward has run.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cnnpar.partition.stage import Program, Stage
+from lightning_cnnpar.pipeline import wire
+from lightning_cnnpar.pipeline.errors import PipelineError
+from lightning_cnnpar.pipeline.exchange import (
+    Arrival,
+    GradientInbox,
+    GradientOutbox,
+    Inbox,
+    Outbox,
+    Vocabulary,
+    receive,
+    take,
+)
+from lightning_cnnpar.pipeline.microbatch import is_batched, split_leaf
+from lightning_cnnpar.pipeline.outputs import JoinedOutputs
+from lightning_cnnpar.pipeline.randomness import StageStreams
+from lightning_cnnpar.pipeline.routes import Bundle, Routes
+from lightning_cnnpar.pipeline.schedules import Action
+from lightning_cnnpar.pipeline.transport import Identity, Link
+from lightning_cnnpar.pipeline.wire import Meta
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Site:
+    """What all calls of a network on this rank share."""
+
+    root: nn.Module
+    link: Link
+    vocabulary: Vocabulary
+    streams: StageStreams
+    device: torch.device
+    wire_dtype: torch.dtype | None = None
+
+
+class Run:
+    """One network call on this rank.
+
+    Args:
+        site: What calls share.
+        identity: Which call this is.
+        program: The cut network.
+        routes: Its routes on this rank.
+        leaves: Leaves of the network's input, for the whole batch.
+        batch_size: Dimension 0 of those that are cut.
+        sizes: Samples in each microbatch.
+    """
+
+    def __init__(
+        self,
+        *,
+        site: Site,
+        identity: Identity,
+        program: Program,
+        routes: Routes,
+        leaves: Sequence[Any],
+        batch_size: int,
+        sizes: Sequence[int],
+    ) -> None:
+        self.identity = identity
+        self._site, self._routes, self._sizes = site, routes, sizes
+        self._has_graph = torch.is_grad_enabled()
+        self._is_cut = [is_batched(leaf, batch_size) for leaf in leaves]
+        needed = {index for stage in routes.stages.values() for index in stage.inputs}
+        self._inputs = {index: self._cut(leaves[index], batch_size) for index in needed}
+        self._received: dict[tuple[str, int], Tensor] = {}
+        self._made: dict[tuple[int, int], _Made] = {}
+        self._sent_metas: dict[tuple[Bundle, int], Mapping[str, Meta]] = {}
+        self._received_metas: dict[tuple[Bundle, int], Mapping[str, Meta]] = {}
+        self._coming: list[tuple[int, Arrival]] = []
+        self._freed = False
+        self.outputs = JoinedOutputs(program.num_outputs, sizes, site.device)
+        site.link.enter(identity)
+        self._outbox = Outbox(site.link, site.vocabulary, sizes, site.wire_dtype)
+        self._inbox = Inbox(
+            site.link,
+            site.vocabulary,
+            sizes,
+            routes.incoming,
+            device=site.device,
+            place=self._place,
+            wire_dtype=site.wire_dtype,
+        )
+
+    # --- forward
+
+    def forward(self, begin_microbatch: Callable[[], None] = lambda: None) -> None:
+        """Run the forward table; the outputs of the whole batch are in `outputs` afterwards.
+
+        Args:
+            begin_microbatch: Called before each stage of each microbatch.
+        """
+        for action in self._routes.table.forward:
+            begin_microbatch()
+            self._forward(action)
+        for parcels in self._routes.incoming.values():
+            for bundle, m in parcels:
+                if bundle.outputs and not bundle.values:
+                    self._receive(bundle, m)
+        for number, arrival in self._coming:
+            self.outputs.add(number, take(arrival))
+        self._coming.clear()
+        self.outputs.check()
+        self._exchange_late_outputs()
+        self._site.link.flush()
+
+    def _exchange_late_outputs(self) -> None:
+        """Small outputs, one message each."""
+        arrivals = {}
+        for parcels in self._routes.incoming.values():
+            for bundle, m in parcels:
+                for number in bundle.outputs if m == 0 else ():
+                    if self.outputs.is_late(number):
+                        meta = self.outputs.late_meta(number)
+                        at = wire.empty(meta, meta.dtype, self._site.device)
+                        arrivals[number] = receive(self._site.link, bundle, meta, at)
+        for bundles in self._routes.outgoing.values():
+            for bundle in bundles:
+                for number in filter(self.outputs.is_late, bundle.outputs):
+                    self.outputs.set_whole(number, self.outputs.join(number))
+                    block = wire.flat(self.outputs.join(number), self.outputs.late_meta(number))
+                    self._site.link.send(block, bundle.destination, tag=bundle.stage)
+        for number, arrival in arrivals.items():
+            self.outputs.set_whole(number, take(arrival))
+
+    def _place(self, number: int, m: int, meta: Meta) -> tuple[Tensor, Tensor] | None:
+        self.outputs.describe(number, meta)
+        return None if self.outputs.is_late(number) else self.outputs.place(number, m, meta)
+
+    def _forward(self, action: Action) -> None:
+        stage, m = self._routes.stages[action.stage], action.microbatch
+        inputs = [self._inputs[index][m] for index in stage.inputs]
+        received = [self._value(name, m) for name in stage.receives]
+        with self._told_where(action), self._site.streams.drawing(stage.index):
+            sent, outputs = stage(self._site.root, inputs, received)
+        del received
+        self._send(stage, m, sent, outputs)
+        for name, value in zip(stage.sends, sent, strict=True):
+            if name in self._routes.local:
+                self._received[name, m] = _leaf(value, value.requires_grad)
+        if self._has_graph:
+            self._made[stage.index, m] = _Made.of(stage, sent, outputs)
+        else:
+            for name in self._routes.read_last[stage.index]:
+                del self._received[name, m]
+
+    def _send(self, stage: Stage, m: int, sent: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        value_metas, output_metas = [wire.describe(value) for value in sent], [wire.describe(out) for out in outputs]
+        now: list[Tensor | None] = []
+        for number, output, meta in zip(stage.outputs, outputs, output_metas, strict=True):
+            self.outputs.describe(number, meta)
+            self.outputs.add(number, output)
+            now.append(None if self.outputs.is_late(number) else output)
+        for bundle in self._routes.outgoing[stage.index]:
+            metas = [value_metas[position] for position in bundle.positions]
+            values = [sent[position] for position in bundle.positions]
+            self._outbox.send(bundle, m, [*values, *now], (*metas, *output_metas))
+            self._sent_metas[bundle, m] = _differentiable(bundle, metas)
+
+    def _value(self, name: str, m: int) -> Tensor:
+        if (name, m) not in self._received:
+            self._receive(self._routes.received_in[name], m)
+        return self._received[name, m]
+
+    def _receive(self, bundle: Bundle, m: int) -> None:
+        """Wait for the values of a parcel; its outputs have time until the end."""
+        values, outputs = self._inbox.arrivals(bundle, m)
+        self._received_metas[bundle, m] = _differentiable(bundle, [arrival.meta for arrival in values])
+        for name, arrival in zip(bundle.values, values, strict=True):
+            self._received[name, m] = _leaf(take(arrival), self._has_graph and arrival.meta.requires_grad)
+        self._coming.extend(outputs.items())
+
+    # --- backward
+
+    def backward(
+        self,
+        gradients: Sequence[Tensor | None],
+        *,
+        keep: bool,
+        parameters: bool = True,
+        before_last: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Run the backward table.
+
+        Args:
+            gradients: Of the whole-batch outputs; the same on every rank of the replica.
+            keep: Keep the graphs for another backward pass.
+            parameters: Accumulate into parameters. Otherwise only inputs get gradients.
+            before_last: Called before the last action of this rank.
+
+        Raises:
+            PipelineError: If the graphs are gone.
+        """
+        if self._freed:
+            raise PipelineError(
+                f"Backward ran a second time through {self.identity.text}, whose activations are freed. Pass"
+                f" `retain_graph=True` to the first backward if that is meant."
+            )
+        self._freed = not keep
+        self._site.link.enter(self.identity)
+        inbox = self._gradient_inbox()
+        outbox = GradientOutbox(self._site.link, self._site.device, self._site.wire_dtype)
+        cut = [None if gradient is None else self._split(gradient) for gradient in gradients]
+        table = self._routes.table.backward
+        for action in table:
+            if action is table[-1]:
+                before_last()
+            made = self._made[action.stage, action.microbatch]
+            if not keep:
+                del self._made[action.stage, action.microbatch]
+            self._backward(action, made, cut, inbox, keep=keep, parameters=parameters)
+            del made
+            self._return_gradients(action, outbox, keep=keep)
+        if not table:
+            before_last()
+        self._site.link.flush()
+
+    def input_gradient(self, index: int) -> Tensor | None:
+        """The gradient of an input from this rank's stages; `None` if they don't read it, or no path leads from it."""
+        parts = self._inputs.get(index, [])
+        taken = [_take_gradient(part) for part in parts]
+        if all(gradient is None for gradient in taken):
+            return None
+        filled = [torch.zeros_like(p) if g is None else g for p, g in zip(parts, taken, strict=True)]
+        if len(filled) == 1:
+            return filled[0]
+        return torch.cat(filled) if self._is_cut[index] else torch.stack(filled).sum(0)
+
+    def _backward(
+        self,
+        action: Action,
+        made: "_Made",
+        gradients: Sequence[Sequence[Tensor] | None],
+        inbox: GradientInbox,
+        *,
+        keep: bool,
+        parameters: bool,
+    ) -> None:
+        roots: list[Tensor] = []
+        weights: list[Tensor] = []
+        for value, gradient in self._gradients_of(action, made, gradients, inbox):
+            roots.append(value)
+            weights.append(gradient)
+        if not roots:
+            return
+        with self._told_where(action):
+            if parameters:
+                torch.autograd.backward(roots, weights, retain_graph=keep)
+            elif leaves := self._leaves_of(action):
+                torch.autograd.backward(roots, weights, retain_graph=keep, inputs=leaves)
+
+    def _gradients_of(
+        self, action: Action, made: "_Made", gradients: Sequence[Sequence[Tensor] | None], inbox: GradientInbox
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """What the stage made, with the sum of the gradients from all that read it. Without gradient: left out."""
+        m = action.microbatch
+        totals: dict[str, Tensor] = {}
+        for bundle in self._routes.outgoing[action.stage]:
+            names = self._sent_metas[bundle, m]
+            for name, gradient in zip(names, inbox.gradients(bundle, m) if names else (), strict=True):
+                if gradient is not None:
+                    totals[name] = totals[name] + gradient if name in totals else gradient
+        for name, value in made.values.items():
+            total = totals.get(name)
+            if name in self._routes.local and (own := _take_gradient(self._received[name, m])) is not None:
+                total = own if total is None else total + own
+            if total is not None:
+                yield value, total
+        for number, output in made.outputs.items():
+            cut = gradients[number]
+            if cut is not None:
+                yield output, cut[m]
+
+    def _return_gradients(self, action: Action, outbox: GradientOutbox, *, keep: bool) -> None:
+        for bundle, m in self._routes.gradients_after[action]:
+            metas = self._received_metas[bundle, m]
+            if metas:
+                leaves = [self._received[name, m] for name in metas]
+                outbox.send(bundle, list(metas.values()), [_take_gradient(leaf) for leaf in leaves])
+            if not keep:
+                for name in bundle.values:
+                    del self._received[name, m]
+
+    def _gradient_inbox(self) -> GradientInbox:
+        return GradientInbox(
+            self._site.link,
+            {
+                source: [parcel for parcel in parcels if self._sent_metas[parcel]]
+                for source, parcels in self._routes.gradients_from.items()
+            },
+            lambda bundle, m: list(self._sent_metas[bundle, m].values()),
+            device=self._site.device,
+            wire_dtype=self._site.wire_dtype,
+        )
+
+    def _leaves_of(self, action: Action) -> list[Tensor]:
+        stage, m = self._routes.stages[action.stage], action.microbatch
+        leaves = [*(self._inputs[index][m] for index in stage.inputs), *(self._received[n, m] for n in stage.receives)]
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+    def _cut(self, leaf: Any, batch_size: int) -> list[Any]:
+        parts = split_leaf(leaf, batch_size, self._sizes)
+        if self._has_graph and isinstance(leaf, Tensor) and leaf.requires_grad:
+            return [_leaf(part, True) for part in parts]
+        return parts
+
+    def _split(self, gradient: Tensor) -> Sequence[Tensor]:
+        return (gradient,) if len(self._sizes) == 1 else torch.split(gradient, list(self._sizes))
+
+    @contextlib.contextmanager
+    def _told_where(self, action: Action) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            kind = "forward" if action.kind == "F" else "backward"
+            error.add_note(
+                f"Raised in the {kind} of stage {action.stage} on rank {self._routes.rank} of the replica, microbatch"
+                f" {action.microbatch} of {len(self._sizes)}, {self.identity.text}."
+            )
+            raise
+
+
+@dataclasses.dataclass(frozen=True)
+class _Made:
+    """What a stage made of one microbatch and a loss can depend on: roots of its autograd graph."""
+
+    values: Mapping[str, Tensor]
+    outputs: Mapping[int, Tensor]
+
+    @classmethod
+    def of(cls, stage: Stage, sent: Sequence[Tensor], outputs: Sequence[Tensor]) -> "_Made":
+        return cls(
+            {name: value for name, value in zip(stage.sends, sent, strict=True) if value.requires_grad},
+            {number: value for number, value in zip(stage.outputs, outputs, strict=True) if value.requires_grad},
+        )
+
+
+def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
+    return tensor.detach().requires_grad_() if requires_grad else tensor.detach()
+
+
+def _take_gradient(leaf: Any) -> Tensor | None:
+    gradient: Tensor | None = leaf.grad
+    leaf.grad = None
+    return gradient
+
+
+def _differentiable(bundle: Bundle, metas: Sequence[Meta]) -> dict[str, Meta]:
+    return {name: meta for name, meta in zip(bundle.values, metas, strict=True) if meta.requires_grad}

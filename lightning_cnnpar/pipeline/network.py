@@ -1,0 +1,316 @@
+"""The collective network call: what the user's step calls instead of the network's own forward.
+
+call ─► find the batch ─► program for these inputs ─► microbatches through the stages ─► outputs, the same on every rank
+                                                                 ▲
+loss.backward() ─────────────── gradients of the outputs ────────┘  drains the pipeline
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cnnpar import tree
+from lightning_cnnpar._compat import keeps_graph, reaches_leaf
+from lightning_cnnpar.mesh import Coordinates, Mesh
+from lightning_cnnpar.partition.stage import Program
+from lightning_cnnpar.pipeline.autograd import attach, share_gradient
+from lightning_cnnpar.pipeline.batchnorm import DeferredStatistics, batch_norms
+from lightning_cnnpar.pipeline.errors import PipelineError
+from lightning_cnnpar.pipeline.exchange import Vocabulary
+from lightning_cnnpar.pipeline.executor import Run, Site
+from lightning_cnnpar.pipeline.local import run_here
+from lightning_cnnpar.pipeline.microbatch import find_batch, split_sizes
+from lightning_cnnpar.pipeline.outputs import UnbatchedOutputError
+from lightning_cnnpar.pipeline.randomness import StageStreams, global_states, set_global_states
+from lightning_cnnpar.pipeline.routes import Routes, plan_routes
+from lightning_cnnpar.pipeline.schedules import gpipe
+from lightning_cnnpar.pipeline.transport import Identity, Link
+
+
+class Programs(Protocol):
+    """Who cuts the network; `Partitioner` does."""
+
+    def program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        """The program for these inputs and the network's present training flags."""
+
+
+class GradientSync(Protocol):
+    """What the pipeline tells the averaging of gradients over the replicas."""
+
+    def begin_backward(self) -> None:
+        """A backward pass through a network call begins."""
+
+    def ready_enabled(self, enabled: bool) -> None:
+        """Whether gradients that are accumulated from now on are the last ones of their parameters."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Prepared:
+    """What is worked out once for a program."""
+
+    program: Program
+    batch_norms: Sequence[nn.Module]
+    routes: dict[int, Routes] = dataclasses.field(default_factory=dict)
+    readers: Mapping[int, Set[int]]
+    whole: bool = False
+
+
+class PipelineNetwork:
+    """A network that is cut into stages over the ranks of a replica.
+
+    Args:
+        root: The network with its original modules. Those of other ranks' stages are never called.
+        partitioner: Cuts it.
+        mesh: The grid.
+        num_microbatches: Into how many microbatches a batch is cut, at most.
+        name: For messages.
+        gradient_sync: Told when gradients are complete; `None` without data parallelism.
+        wire_dtype: Narrower type for floating-point values between stages.
+        deferred_batch_norm: Update running statistics once per call, as from the whole batch.
+        device: Where stages compute; where the first parameter is, by default.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        partitioner: Programs,
+        mesh: Mesh,
+        *,
+        num_microbatches: int,
+        name: str,
+        gradient_sync: GradientSync | None = None,
+        wire_dtype: torch.dtype | None = None,
+        deferred_batch_norm: bool = True,
+        device: torch.device | None = None,
+    ) -> None:
+        self.num_microbatches = num_microbatches
+        self.name = name
+        self._root, self._partitioner, self._mesh = root, partitioner, mesh
+        self._gradient_sync = gradient_sync
+        self._deferred = deferred_batch_norm
+        device = _device_of(root) if device is None else device
+        self.streams = StageStreams(f"{name}/{mesh.data_rank}", device)
+        self._site: Site | None = None
+        if mesh.pipeline_size > 1:
+            self._site = Site(
+                root=root,
+                link=Link(mesh, device),
+                vocabulary=Vocabulary(),
+                streams=self.streams,
+                device=device,
+                wire_dtype=wire_dtype,
+            )
+        self._prepared: dict[int, _Prepared] = {}
+        self._calls = 0
+        self._outstanding: weakref.WeakSet[Run] = weakref.WeakSet()
+        self._told: set[str] = set()
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, label: str) -> Any:
+        """Run the network. Every rank of the replica calls this, with the same inputs and in the same order.
+
+        Args:
+            args: Positional arguments of the network's forward.
+            kwargs: Its keyword arguments.
+            label: Where the user's code is, as in "training_step, batch 3".
+
+        Returns:
+            What the network's own forward would return, on every rank.
+
+        Raises:
+            CollectiveMismatchError: If the ranks are in different calls.
+            PeerError: If a rank does not take part in time.
+        """
+        leaves, spec = tree.flatten((args, kwargs))
+        prepared = self._prepare(self._partitioner.program(args, kwargs))
+        batch_size, sizes = self._cut(leaves, spec, prepared)
+        before = self._randomness() if len(sizes) > 1 else None
+        try:
+            outputs = self._run(prepared, leaves, batch_size, sizes, label)
+        except UnbatchedOutputError as unbatched:
+            assert before is not None
+            self._set_randomness(before)
+            prepared.whole = True
+            self._tell(f"{unbatched}; only outputs with one entry per sample can be joined")
+            outputs = self._run(prepared, leaves, batch_size, (batch_size,), label)
+        return prepared.program.assemble(outputs, leaves)
+
+    def reset(self) -> None:
+        """Forget calls whose backward has not run and will not: a step has ended."""
+        self._outstanding.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the random number streams of this rank's stages."""
+        return self.streams.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with the streams of `state_dict`."""
+        self.streams.load_state_dict(state_dict)
+
+    # --- forward
+
+    def _run(
+        self, prepared: _Prepared, leaves: Sequence[Any], batch_size: int, sizes: tuple[int, ...], label: str
+    ) -> Sequence[Tensor]:
+        deferred = None
+        if self._deferred and len(sizes) > 1:
+            deferred = DeferredStatistics(prepared.batch_norms)
+        with contextlib.nullcontext() if deferred is None else deferred.recording():
+            begin = (lambda: None) if deferred is None else deferred.begin_microbatch
+            if self._site is None:
+                outputs: Sequence[Tensor] = run_here(self._root, prepared.program, leaves, batch_size, sizes, begin)
+            else:
+                outputs = self._run_stages(self._site, prepared, leaves, batch_size, sizes, label, begin)
+        if deferred is not None:
+            deferred.update()
+        return outputs
+
+    def _run_stages(
+        self,
+        site: Site,
+        prepared: _Prepared,
+        leaves: Sequence[Any],
+        batch_size: int,
+        sizes: tuple[int, ...],
+        label: str,
+        begin: Callable[[], None],
+    ) -> Sequence[Tensor]:
+        run = Run(
+            site=site,
+            identity=self._identify(label, sizes),
+            program=prepared.program,
+            routes=self._routes(prepared, len(sizes)),
+            leaves=leaves,
+            batch_size=batch_size,
+            sizes=sizes,
+        )
+        run.forward(begin)
+        outputs, differentiable = run.outputs.joined(), run.outputs.requires_grad()
+        inputs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if torch.is_grad_enabled() and any(differentiable):
+            self._outstanding.add(run)
+        return attach(
+            lambda gradients, anchor: self._drain(run, prepared, inputs, leaves, gradients, anchor),
+            outputs,
+            differentiable,
+            [leaves[i] for i in inputs],
+        )
+
+    def _identify(self, label: str, sizes: tuple[int, ...]) -> Identity:
+        self._calls += 1
+        grad = "inference" if torch.is_inference_mode_enabled() else "grad" if torch.is_grad_enabled() else "no_grad"
+        mode = "train" if self._root.training else "eval"
+        facts = f"{mode}, {grad}, {sum(sizes)} samples in {len(sizes)} microbatches"
+        return Identity(network=self.name, label=label, counter=self._calls, facts=facts)
+
+    def _routes(self, prepared: _Prepared, num_microbatches: int) -> Routes:
+        if num_microbatches not in prepared.routes:
+            ranks = [stage.rank for stage in prepared.program.stages]
+            prepared.routes[num_microbatches] = plan_routes(
+                prepared.program,
+                self._mesh.pipeline_rank,
+                self._mesh.pipeline_size,
+                lambda rank: gpipe(ranks, rank, num_microbatches),
+            )
+        return prepared.routes[num_microbatches]
+
+    def _prepare(self, program: Program) -> _Prepared:
+        # By identity: the partitioner keeps its programs, and so does this.
+        prepared = self._prepared.get(id(program))
+        if prepared is None:
+            readers: dict[int, set[int]] = {}
+            for stage in program.stages:
+                for index in stage.inputs:
+                    readers.setdefault(index, set()).add(stage.rank)
+            prepared = self._prepared[id(program)] = _Prepared(
+                program=program, batch_norms=batch_norms(self._root), readers=readers
+            )
+        return prepared
+
+    def _cut(self, leaves: Sequence[Any], spec: tree.TreeSpec, prepared: _Prepared) -> tuple[int, tuple[int, ...]]:
+        """Batch size and sizes of the microbatches; (1, (1,)) stands for a batch that is not cut."""
+        if self.num_microbatches == 1 or prepared.whole:
+            return 1, (1,)
+        batch = find_batch(leaves, spec)
+        if batch.size is None:
+            self._tell(batch.reason)
+            return 1, (1,)
+        count = min(self.num_microbatches, batch.size)
+        if count > 1 and batch.size < 2 * count and any(module.training for module in prepared.batch_norms):
+            count = max(1, batch.size // 2)
+            self._warn(
+                "batch norm",
+                f"A batch of {batch.size} samples in {self.num_microbatches} microbatches would leave single samples,"
+                f" from which BatchNorm can't take statistics: network {self.name!r} uses {count} for it."
+                f" Set `num_microbatches={count}`, use larger batches, or GroupNorm layers.",
+            )
+        return batch.size, split_sizes(batch.size, count)
+
+    def _randomness(self) -> Any:
+        return global_states(self.streams.device) if self._site is None else self.streams.snapshot()
+
+    def _set_randomness(self, states: Any) -> None:
+        if self._site is None:
+            set_global_states(states, self.streams.device)
+        else:
+            self.streams.restore(states)
+
+    def _tell(self, reason: str) -> None:
+        self._warn(
+            "whole",
+            f"Network {self.name!r} runs each batch whole, not as {self.num_microbatches} microbatches: {reason}. The"
+            f" numbers are right, but the stages can't overlap. Set `num_microbatches=1` if that is fine.",
+        )
+
+    def _warn(self, kind: str, message: str) -> None:
+        """Once for each kind of advice, on one rank."""
+        if kind not in self._told:
+            self._told.add(kind)
+            if self._mesh.coordinates == Coordinates(0, 0):
+                warnings.warn(message, stacklevel=4)
+
+    # --- backward
+
+    def _drain(
+        self,
+        run: Run,
+        prepared: _Prepared,
+        inputs: Sequence[int],
+        leaves: Sequence[Any],
+        gradients: Sequence[Tensor | None],
+        anchor: Tensor,
+    ) -> list[Tensor | None]:
+        """Backward through one call."""
+        if torch.is_grad_enabled():
+            raise PipelineError(
+                f"`create_graph=True` asked for gradients of gradients through {run.identity.text}. A network that is"
+                f" cut into stages gives first gradients only. Leave such terms (gradient penalties) out, or use"
+                f" `pipeline_parallel_size=1`."
+            )
+        sync, parameters = self._gradient_sync, reaches_leaf(anchor)
+        self._outstanding.discard(run)
+        if sync is not None and parameters:
+            sync.begin_backward()
+            sync.ready_enabled(False)
+
+        def before_last() -> None:
+            if sync is not None and parameters and not self._outstanding:
+                sync.ready_enabled(True)
+
+        run.backward(gradients, keep=keeps_graph(), parameters=parameters, before_last=before_last)
+        with torch.no_grad():
+            return [
+                share_gradient(run.input_gradient(i), leaves[i], prepared.readers.get(i, frozenset()), self._mesh)
+                for i in inputs
+            ]
+
+
+def _device_of(root: nn.Module) -> torch.device:
+    tensors = itertools.chain(root.parameters(), root.buffers())
+    return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))

@@ -1,0 +1,1 @@
+"""Choosing a layout from a profile of the network and a description of the cluster."""

@@ -1,0 +1,1 @@
+"""Lightning plugins: precision and checkpoint files."""

@@ -1,0 +1,619 @@
+"""The Lightning strategy: what happens when, and who does it.
+
+Trainer(...)            sizes checked                                  config.resolve_sizes
+launch                  processes started                              launchers
+setup_environment       process groups, failure watch                  mesh, launchers.watch
+setup                   same weights and randomness, interception      mirror, strategies.networks
+first network call      the network is traced, cut and placed          partition, strategies.networks
+each step               microbatches flow, gradients are averaged      pipeline, data_parallel
+save / load             merged from the owners, a plain file           checkpoint.gather
+end of fit, teardown    every rank's module is whole again             strategies.networks
+"""
+
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+
+from lightning_cnnpar import _compat
+from lightning_cnnpar.checkpoint.gather import merge_foreign
+from lightning_cnnpar.checkpoint.optimizer import gather_optimizer_state, local_optimizer_state
+from lightning_cnnpar.config import (
+    Balance,
+    ConfigurationError,
+    HybridOptions,
+    ScheduleName,
+    Size,
+    StartMethod,
+    resolve_sizes,
+)
+from lightning_cnnpar.data_parallel.sync_batchnorm import (
+    convert_sync_batchnorm,
+    revert_sync_batchnorm,
+    set_statistics_group,
+)
+from lightning_cnnpar.launchers.launch import make_launcher
+from lightning_cnnpar.launchers.watch import FailureWatch
+from lightning_cnnpar.mesh import DEFAULT_TIMEOUT, Mesh, create_mesh
+from lightning_cnnpar.mirror import share_randomness
+from lightning_cnnpar.partition.ownership import canonical_names, named_tensors
+from lightning_cnnpar.plan import ParallelPlan
+from lightning_cnnpar.plugins.checkpoint_io import AtomicCheckpointIO
+from lightning_cnnpar.plugins.precision import HybridPrecision
+from lightning_cnnpar.strategies.collectives import (
+    clip_grad_norm_over_stages,
+    gather_metrics_over_data,
+    reduce_over_data,
+    use_mesh,
+)
+from lightning_cnnpar.strategies.fitting import smallest_fitting_pipeline
+from lightning_cnnpar.strategies.loaders import distribute_loader
+from lightning_cnnpar.strategies.networks import Networks
+from lightning_cnnpar.strategies.whole_weights import WholeWeights, module_copies
+
+__all__ = ["HybridStrategy"]
+
+
+class HybridStrategy(ParallelStrategy):
+    """Pipeline parallelism inside a replica, data parallelism between replicas, for an unmodified `LightningModule`.
+
+    Args:
+        pipeline_parallel_size: P, over how many ranks a network is cut. "auto" takes 1 if the model fits a device, else
+            the smallest divisor of a node's devices over which it fits.
+        data_parallel_size: D, the number of replicas. "auto" takes what is left. P x D is the number of ranks.
+        schedule: Order of microbatches. "gpipe": the step runs once on the whole batch, exact for any loss.
+        num_microbatches: M, into how many microbatches a batch is cut; "auto" is 2 P for P > 1, else 1. A batch with
+            fewer samples is cut in fewer.
+        stages_per_rank: Virtual stages of each rank, for interleaved schedules.
+        network: Dotted name of the submodule to cut; `None` cuts what the step calls.
+        cut_points: Names of modules that start a new stage; `None` balances.
+        balance: What stages are balanced by: "flops", "time", "memory", "parameters", or relative speeds of the ranks.
+        activation_checkpointing: "never", "except_last" or "always".
+        deferred_batch_norm: Update BatchNorm's running statistics once a batch, as the unsplit batch would.
+        zero_stage: 0 keeps a copy of the stage on every replica.
+        compression: Compression of gradients; `None` sends them as they are.
+        numa: Binding of ranks to NUMA nodes.
+        process_group_backend: Backend of `torch.distributed`; `None` chooses by device.
+        timeout: How long a collective may take.
+        start_method: How ranks start: "popen", "spawn", "fork", "forkserver".
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer.
+        checkpoint_io: How checkpoints are written; by default atomically.
+        precision_plugin: Set by the Trainer.
+
+    Raises:
+        ConfigurationError: For values that can't work, with the values and what to change.
+    """
+
+    strategy_name = "cnnpar_hybrid"
+
+    def __init__(
+        self,
+        pipeline_parallel_size: Size = "auto",
+        data_parallel_size: Size = "auto",
+        *,
+        schedule: ScheduleName = "gpipe",
+        num_microbatches: Size = "auto",
+        stages_per_rank: int = 1,
+        network: str | None = None,
+        cut_points: list[str] | None = None,
+        balance: Balance = "flops",
+        activation_checkpointing: str = "never",
+        deferred_batch_norm: bool = True,
+        zero_stage: int = 0,
+        compression: Any = None,
+        numa: Any = "auto",
+        process_group_backend: str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        start_method: StartMethod = "popen",
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self.options = HybridOptions(
+            pipeline_parallel_size=pipeline_parallel_size,
+            data_parallel_size=data_parallel_size,
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            stages_per_rank=stages_per_rank,
+            network=network,
+            cut_points=None if cut_points is None else tuple(cut_points),
+            balance=balance,
+            activation_checkpointing=activation_checkpointing,
+            deferred_batch_norm=deferred_batch_norm,
+            zero_stage=zero_stage,
+            compression=compression,
+            numa=numa,
+        )
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._start_method = start_method
+        self._num_nodes = 1
+        self._mesh: Mesh | None = None
+        self._networks: Networks | None = None
+        self._watch: FailureWatch | None = None
+        self._use_sampler = True
+
+    # ---- where this rank stands --------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """Device of this rank."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the run; set by the Trainer."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on each node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is more than one rank; Lightning asks before it reduces."""
+        return self.num_nodes * self.num_processes > 1
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """Backend of `torch.distributed`."""
+        return self._process_group_backend
+
+    @property
+    def mesh(self) -> Mesh:
+        """The grid of ranks; of one rank before the environment is set up."""
+        return self._mesh or Mesh()
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """For code that makes its own sampler: all ranks of a replica see the same samples."""
+        return {"num_replicas": self.mesh.data_size, "rank": self.mesh.data_rank}
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The layout, with the stages of the networks called so far."""
+        if self._networks is not None:
+            return self._networks.plan()
+        return ParallelPlan(pipeline_parallel_size=self.mesh.pipeline_size, data_parallel_size=self.mesh.data_size)
+
+    # ---- launch --------------------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        self._check_sizes()
+        self._launcher = make_launcher(self, self._start_method)
+
+    def _check_sizes(self) -> tuple[int, int]:
+        return resolve_sizes(
+            self.options.pipeline_parallel_size,
+            self.options.data_parallel_size,
+            devices_per_node=self.num_processes,
+            num_nodes=self.num_nodes,
+        )
+
+    def check_before_launch(self) -> None:
+        """Refuse what can be seen to fail before processes start; the launcher calls this."""
+        module = self.lightning_module
+        pipeline_size, _ = self._check_sizes()
+        if module is None or pipeline_size == 1:
+            return
+        layers = sum(1 for submodule in module.modules() if any(True for _ in submodule.parameters(recurse=False)))
+        if 0 < layers < pipeline_size:
+            raise ConfigurationError(
+                f"pipeline_parallel_size={pipeline_size}, but {type(module).__name__} has only {layers} modules with"
+                f" parameters: there can be at most {layers} stages. Use pipeline_parallel_size={layers} or less."
+            )
+
+    def setup_environment(self) -> None:
+        """Start the process group and the grid."""
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+        _compat.start_process_group(self, self._timeout)
+        if self._mesh is None:
+            pipeline_size, data_size = self._resolve_sizes()
+            self._mesh = create_mesh(data_size, pipeline_size, timeout=self._timeout)
+        use_mesh(self.mesh)
+        set_statistics_group(self.mesh.statistics_group)
+        if self.mesh.world_size > 1:
+            self._watch = FailureWatch(
+                f"replica {self.mesh.data_rank}, stage rank {self.mesh.pipeline_rank}", _compat.next_run_number()
+            )
+
+    def _resolve_sizes(self) -> tuple[int, int]:
+        smallest = 1
+        if self.options.pipeline_parallel_size == "auto" and self.options.data_parallel_size == "auto":
+            assert self.lightning_module is not None
+            smallest = self.broadcast(
+                smallest_fitting_pipeline(self.lightning_module, self.root_device, self.num_processes)
+            )
+        return resolve_sizes(
+            self.options.pipeline_parallel_size,
+            self.options.data_parallel_size,
+            devices_per_node=self.num_processes,
+            num_nodes=self.num_nodes,
+            smallest_pipeline=smallest,
+        )
+
+    @property
+    def num_microbatches(self) -> int:
+        """M, with "auto" resolved."""
+        if self.options.num_microbatches != "auto":
+            return int(self.options.num_microbatches)
+        return 2 * self.mesh.pipeline_size if self.mesh.pipeline_size > 1 else 1
+
+    # ---- setup ---------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        """Prepare module, precision, optimizers and interception for one run of the Trainer."""
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        module = self.lightning_module
+        if fitting and self._layer_sync is not None and self.mesh.data_size > 1:
+            convert_sync_batchnorm(module)
+        precision = self.precision_plugin
+        if isinstance(precision, HybridPrecision):
+            precision.attach(self, self.root_device)
+        self.model = precision.convert_module(module)
+        self.model_to_device()
+        self._same_weights_everywhere(module)
+        gather_metrics_over_data(module)
+        _compat.count_data_parallel_only(trainer, self.mesh.data_size)
+        self._use_sampler = _compat.take_over_samplers(trainer)
+        if self.mesh.world_size > 1:
+            share_randomness(self.mesh)
+        if fitting:
+            self.setup_optimizers(trainer)
+            self._check_optimizers()
+        self.setup_precision_plugin()
+        if fitting:
+            _compat.optimizers_to_device(self.optimizers, self.root_device)
+        self._distribute(trainer, fitting)
+
+    def _distribute(self, trainer: Any, fitting: bool) -> None:
+        precision = self.precision_plugin
+        self._networks = Networks(
+            self.lightning_module,
+            mesh=self.mesh,
+            options=self.options,
+            num_microbatches=self.num_microbatches,
+            device=self.root_device,
+            copies=lambda: module_copies(trainer.callbacks, self.lightning_module),
+            optimizers=self._plain_optimizers,
+            wire_dtype=getattr(precision, "wire_dtype", None),
+            announce=rank_zero_info,
+        )
+        self._networks.install(reduce_gradients=fitting)
+        if fitting and self.mesh.pipeline_size > 1:
+            WholeWeights.insert(trainer, self._networks.make_whole)
+
+    def _plain_optimizers(self) -> list[torch.optim.Optimizer]:
+        return list(self.optimizers)
+
+    def _same_weights_everywhere(self, module: nn.Module) -> None:
+        """Every rank starts from the weights of rank 0, as users may not have seeded their initialisation."""
+        if self.mesh.world_size == 1:
+            return
+        for _, tensor in named_tensors(module):
+            dist.broadcast(tensor.data, src=0)
+
+    def _check_optimizers(self) -> None:
+        if self.mesh.pipeline_size == 1:
+            return
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} calls its closure several times in a step and combines all gradients,"
+                    f" which are on {self.mesh.pipeline_size} ranks: use pipeline_parallel_size=1, or an optimizer that"
+                    f" updates each parameter from its own gradient (SGD, AdamW, ...)."
+                )
+
+    def model_to_device(self) -> None:
+        """Move the module to this rank's device."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The precision, made right over stages."""
+        if self._precision_plugin is None:
+            self._precision_plugin = HybridPrecision.around(Precision())
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = None if precision_plugin is None else HybridPrecision.around(precision_plugin)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """One replica, one loader: shard over replicas, mirror inside them."""
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        stage = _compat.loader_stage(default=str(getattr(getattr(trainer, "state", None), "stage", None) or "train"))
+        return distribute_loader(dataloader, self.mesh, stage=stage, use_sampler=self._use_sampler)
+
+    # ---- steps ---------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's training step on this rank."""
+        if self._networks is not None:
+            self._networks.reset_step()
+        with self._in_step("training_step", args):
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's validation step on this rank."""
+        with self._in_step("validation_step", args):
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's test step on this rank."""
+        with self._in_step("test_step", args):
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's predict step on this rank."""
+        with self._in_step("predict_step", args):
+            return super().predict_step(*args, **kwargs)
+
+    def _in_step(self, name: str, args: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+        if self._networks is None:
+            return contextlib.nullcontext()
+        index = next((arg for arg in args[1:2] if isinstance(arg, int)), None)
+        return self._networks.step(name if index is None else f"{name}, batch {index}")
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Be ready to reduce gradients."""
+        if self._networks is not None:
+            self._networks.expect_backward()
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate gradients without reducing them."""
+        if self._networks is None:
+            yield
+            return
+        with self._networks.no_sync():
+            yield
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_` with the norm over all stages of the network.
+
+        Args:
+            parameters: Such as `self.parameters()`; those of other stages count with their owners' gradients.
+            max_norm: Largest 2-norm allowed.
+
+        Returns:
+            The norm before clipping. Every rank of a replica calls this and gets the same value.
+        """
+        parameters = list(parameters)
+        if self.mesh.pipeline_size == 1 or self._networks is None:
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        assert self.lightning_module is not None
+        names = canonical_names(self.lightning_module)
+        owner = self._networks.ownership.owner
+        return clip_grad_norm_over_stages(
+            parameters,
+            max_norm,
+            mesh=self.mesh,
+            is_staged=lambda parameter: owner(names.get(id(parameter), "")) is not None,
+            device=self.root_device,
+        )
+
+    def any_rank(self, flag: Tensor) -> None:
+        """Replace `flag` by its maximum over all ranks, in place."""
+        if self.mesh.world_size > 1:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+
+    @contextlib.contextmanager
+    def whole_module(self) -> Iterator[nn.Module]:
+        """The LightningModule with the weights of all stages, to export it, draw its graph or read weights.
+
+        Every rank enters the context, since the weights come from all of them; inside, network calls run on this rank
+        alone. Yields the module.
+        """
+        if self._networks is None:
+            assert self.lightning_module is not None
+            yield self.lightning_module
+            return
+        with self._networks.whole() as module:
+            yield module
+
+    # ---- collectives ---------------------------------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the replicas; ranks of one replica hold the same value already."""
+        return reduce_over_data(tensor, self.mesh, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Stack the values of all replicas: shape (D, ...)."""
+        if group is None and self.mesh.data_size == 1:
+            return tensor.unsqueeze(0) if self.mesh.world_size > 1 else tensor
+        return super().all_gather(tensor, group if group is not None else self.mesh.data_group, sync_grads)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if dist.is_initialized() and self.is_distributed:
+            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Give every rank the object of rank `src`."""
+        if not dist.is_initialized() or not self.is_distributed:
+            return obj
+        message = [obj]
+        dist.broadcast_object_list(message, src)
+        return message[0]
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  (Lightning's name)
+        """Whether all ranks, or any rank, decided so."""
+        if self.mesh.world_size == 1:
+            return decision
+        flag = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(flag)
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """How checkpoint files are written; atomically unless the user chose otherwise."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        elif _compat.is_wrapping_checkpoint_io(self._checkpoint_io) and self._checkpoint_io.checkpoint_io is None:
+            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The state of the whole module on rank 0; on other ranks that of their stage."""
+        assert self.lightning_module is not None
+        state: dict[str, Any] = self.lightning_module.state_dict()
+        return self._merged(state)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The state of all parameters under the indices of one process on rank 0; on other ranks that of their stage."""
+        plain = getattr(optimizer, "optimizer", optimizer)
+        state = super().optimizer_state(plain)
+        if self._networks is None or not self._may_communicate() or self.mesh.pipeline_size == 1:
+            return state
+        return (
+            gather_optimizer_state(state, self._owner_of_index(plain), self.mesh) if self._is_first_replica else state
+        )
+
+    def _owner_of_index(self, optimizer: torch.optim.Optimizer) -> list[int | None]:
+        assert self.lightning_module is not None and self._networks is not None
+        names = canonical_names(self.lightning_module)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [self._networks.ownership.owner(names.get(id(parameter), "")) for parameter in parameters]
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the states of this rank's parameters from the file of a single process."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            if self._networks is not None and self.mesh.pipeline_size > 1:
+                state = local_optimizer_state(state, self._owner_of_index(optimizer), self.mesh.pipeline_rank)
+            optimizer.load_state_dict(state)
+        _compat.optimizers_to_device(self.optimizers, self.root_device)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the full weights; a rank takes those of its stage."""
+        assert self.lightning_module is not None
+        self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint of any layout."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        key = getattr(self.precision_plugin, "checkpoint_key", None)
+        if key in checkpoint:
+            checkpoint[type(self.precision_plugin).__qualname__] = checkpoint[key]
+        return checkpoint
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write the file that one process would write; every rank calls this.
+
+        After an error the stages of other ranks can't be collected any more: nothing is written then, and a warning says
+        so, since waiting for ranks that are gone would not end.
+        """
+        if self.mesh.pipeline_size > 1 and not self._may_communicate():
+            rank_zero_info(
+                f"{filepath} was not saved: after an error, the weights of the other pipeline stages can't be collected."
+                f" The last checkpoint written before is intact."
+            )
+            return
+        key = getattr(self.precision_plugin, "checkpoint_key", None)
+        own = type(self.precision_plugin).__qualname__
+        if key is not None and key != own and own in checkpoint:
+            checkpoint[key] = checkpoint.pop(own)
+        super().save_checkpoint(self._merged(checkpoint), filepath, storage_options)
+
+    def _merged(self, state: dict[str, Any]) -> dict[str, Any]:
+        if not self._is_first_replica or not self._may_communicate():
+            return state
+        merged: dict[str, Any] = merge_foreign(state, self.mesh)
+        return merged
+
+    @property
+    def _is_first_replica(self) -> bool:
+        return self.mesh.data_rank == 0
+
+    def _may_communicate(self) -> bool:
+        """Whether the other ranks can be expected in a collective: not after an error."""
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        return trainer is None or not trainer.interrupted
+
+    # ---- end -----------------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks, or learn which one failed first."""
+        if self._watch is None:
+            return
+        first = self._watch.report(exception)
+        if first is not None:
+            exception.add_note(f"This rank stopped because {first}")
+
+    def teardown(self) -> None:
+        """Give every rank the whole module on CPU and release devices."""
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        if self._networks is not None:
+            if self._may_communicate():
+                self._networks.make_whole()
+            else:
+                self._networks.abandon()
+        if trainer is not None:
+            WholeWeights.remove(trainer)
+            _compat.give_back_samplers(trainer, self._use_sampler)
+        if self.lightning_module is not None and self._layer_sync is not None:
+            revert_sync_batchnorm(self.lightning_module)
+        if self._watch is not None:
+            if self._may_communicate():
+                # Rank 0 keeps the store of the watch: nobody leaves before all are done with it.
+                self.barrier("teardown")
+            self._watch.close()
+            self._watch = None
+        super().teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Process groups and threads belong to this process; a copy starts without them.
+        state = super().__getstate__()
+        state.update(_mesh=None, _networks=None, _watch=None)
+        return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HybridStrategy":
+        import copy
+
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Names are registered by `lightning_cnnpar_autoload`."""
+
+
+_Factory = Callable[..., HybridStrategy]

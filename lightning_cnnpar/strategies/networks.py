@@ -1,0 +1,385 @@
+"""The networks of a LightningModule: found by what the step calls, cut at the first call, whole again at the end.
+
+first outermost call of a submodule ──► trace and cut ──► own stage stays, the rest becomes placeholders
+later calls                         ──► the collective call of `pipeline.network`
+end of the run                      ──► values of all stages come back, nothing is intercepted any more
+"""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cnnpar.checkpoint.gather import broadcast_from_owners
+from lightning_cnnpar.config import ConfigurationError, HybridOptions
+from lightning_cnnpar.data_parallel.replicate import GradientReducer
+from lightning_cnnpar.mesh import Mesh
+from lightning_cnnpar.partition.foreign import is_foreign
+from lightning_cnnpar.partition.ownership import (
+    Ownership,
+    global_names,
+    local_names,
+    named_tensors,
+    release_foreign,
+    replace_in_optimizer,
+    restore_whole,
+)
+from lightning_cnnpar.partition.split import Partitioner, PartitionError, TooManyStagesError, UntraceableError
+from lightning_cnnpar.pipeline.network import PipelineNetwork
+from lightning_cnnpar.plan import ParallelPlan, StagePlan
+from lightning_cnnpar.strategies.interception import InterceptedForward, intercept
+
+log = logging.getLogger(__name__)
+
+# A submodule with less than this share of all parameters is not worth a pipeline of its own.
+SMALL_SHARE = 0.05
+
+
+@dataclasses.dataclass
+class _Found:
+    """A network that the step called.
+
+    Attributes:
+        name: Dotted name in the module, or the class's for the module itself.
+        partitioner: Cuts it.
+        pipeline: The collective call.
+        placed: How many tensors of it have been placed.
+    """
+
+    name: str
+    partitioner: Partitioner
+    pipeline: PipelineNetwork
+    placed: int = -1
+
+
+class Networks:
+    """All that is distributed of one LightningModule on one rank.
+
+    Args:
+        module: The user's module, whole.
+        mesh: The grid of the run.
+        options: What the user asked for.
+        num_microbatches: M, resolved.
+        device: Where this rank computes.
+        copies: Finds whole copies of the module that callbacks hold (weight averages); they are cut alike.
+        optimizers: The optimizers of the run, at the time of the call.
+        wire_dtype: Type of activations between stages; `None` as they are.
+        announce: Shows a line of text to the user, once for the run.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        mesh: Mesh,
+        options: HybridOptions,
+        num_microbatches: int,
+        device: torch.device,
+        copies: Callable[[], list[nn.Module]],
+        optimizers: Callable[[], list[torch.optim.Optimizer]],
+        wire_dtype: torch.dtype | None = None,
+        announce: Callable[[str], None] = log.info,
+    ) -> None:
+        self._module = module
+        self._mesh = mesh
+        self._options = options
+        self._num_microbatches = num_microbatches
+        self._device = device
+        self._copies = copies
+        self._optimizers = optimizers
+        self._wire_dtype = wire_dtype
+        self._announce = announce
+        self._names = {id(submodule): name for name, submodule in module.named_modules()}
+        self._total = sum(parameter.numel() for parameter in module.parameters())
+        self._shadows: list[InterceptedForward] = []
+        self._found: dict[int, _Found] = {}
+        self._left_whole: set[int] = set()
+        self._depth = 0
+        self._gradients_wanted = False
+        self._is_cut = False
+        self._reducer: GradientReducer | None = None
+        self.ownership = Ownership(mesh.pipeline_rank)
+        self.label = "outside of a step"
+
+    # ---- life ------------------------------------------------------------------------------------------------------
+
+    def install(self, *, reduce_gradients: bool) -> None:
+        """Start to intercept calls, and to reduce gradients if this run trains."""
+        self._check_network_name()
+        self._gradients_wanted = reduce_gradients
+        if self._mesh.pipeline_size > 1 or self._num_microbatches > 1:
+            self._shadows = intercept(self._module, self)
+        if self._mesh.pipeline_size == 1:
+            self.rebuild_reducer()
+
+    def make_whole(self) -> None:
+        """Give every rank the values of all stages and stop intercepting; a collective of the replica."""
+        self._uninstall()
+        replaced = self._fill(self._module)
+        for copy in self._copies():
+            self._fill(copy)
+        for optimizer in self._optimizers():
+            replace_in_optimizer(optimizer, replaced)
+        self._is_cut = False
+
+    def abandon(self) -> None:
+        """Stop without the other ranks, after an error: placeholders stay."""
+        self._uninstall()
+
+    def _uninstall(self) -> None:
+        for shadow in self._shadows:
+            shadow.remove()
+        self._shadows = []
+        if self._reducer is not None:
+            self._reducer.remove()
+            self._reducer = None
+        self._found = {}
+        self._left_whole = set()
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[nn.Module]:
+        """The module with the weights of all stages on this rank, for the time of the context.
+
+        Every rank of the replica enters it. Calls inside run on this rank alone. Writes to other stages' weights are
+        lost.
+        """
+        with self._undistributed():
+            if not self._is_cut:
+                yield self._module
+                return
+            self._fill(self._module)
+            try:
+                yield self._module
+            finally:
+                release_foreign(self._module, self.ownership)
+
+    def _fill(self, module: nn.Module) -> dict[int, Tensor]:
+        placed = {name: tensor for name, tensor in named_tensors(module) if self.ownership.owner(name) is not None}
+        if not self._is_cut:
+            return {}
+        values = broadcast_from_owners(placed, self._mesh, self.ownership.owners)
+        return restore_whole(module, values)
+
+    # ---- calls -----------------------------------------------------------------------------------------------------
+
+    @property
+    def intercepts(self) -> bool:
+        """Whether the next call of a module is an outermost one of this run."""
+        return self._depth == 0 and bool(self._shadows)
+
+    @contextlib.contextmanager
+    def _undistributed(self) -> Iterator[None]:
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    @contextlib.contextmanager
+    def step(self, label: str) -> Iterator[None]:
+        """Names where the user's code is, for messages of a network call inside."""
+        before, self.label = self.label, label
+        try:
+            yield
+        finally:
+            self.label = before
+
+    def call(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """An outermost call of `module`: the collective call of a network, or plainly its forward."""
+        network = self._network_of(module)
+        if network is not None:
+            with self._undistributed():
+                if self._is_placed(module, network, args, kwargs):
+                    return network.pipeline(args, kwargs, label=self.label)
+        return self._call_plainly(module, forward, args, kwargs)
+
+    def _is_placed(self, module: nn.Module, network: _Found, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Cut the network for these inputs if need be; whether it could be cut."""
+        try:
+            network.partitioner.program(args, kwargs)
+        except PartitionError as error:
+            if not self._may_leave_whole(module, error):
+                raise
+            return False
+        self._place(module, network)
+        return True
+
+    def _call_plainly(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the forward on every rank. What it calls is intercepted if it encloses the network, else not."""
+        if self._is_transparent(module):
+            return forward(*args, **kwargs)
+        with self._undistributed():
+            return forward(*args, **kwargs)
+
+    def _is_transparent(self, module: nn.Module) -> bool:
+        wanted = self._options.network
+        if wanted is not None:
+            return module is not self._module.get_submodule(wanted)
+        return module is self._module
+
+    def _network_of(self, module: nn.Module) -> _Found | None:
+        key = id(module)
+        if key in self._found:
+            return self._found[key]
+        if key in self._left_whole or not self._worth_cutting(module):
+            self._left_whole.add(key)
+            return None
+        self._found[key] = self._make_network(module)
+        return self._found[key]
+
+    def _worth_cutting(self, module: nn.Module) -> bool:
+        if self._options.network is not None:
+            return self._names[id(module)] == self._options.network
+        if self._num_microbatches > 1 and self._mesh.pipeline_size == 1:
+            return True
+        size = sum(parameter.numel() for parameter in module.parameters())
+        return size >= SMALL_SHARE * self._total
+
+    def _make_network(self, module: nn.Module) -> _Found:
+        name = self._names[id(module)] or type(module).__name__
+        partitioner = Partitioner(
+            module,
+            self._mesh.pipeline_size,
+            balance=self._options.balance,
+            cut_points=self._options.cut_points,
+            owners=local_names(self._module, module, self.ownership.owners),
+            name=name,
+        )
+        pipeline = PipelineNetwork(
+            module,
+            partitioner,
+            self._mesh,
+            num_microbatches=self._num_microbatches,
+            name=name,
+            gradient_sync=self,
+            wire_dtype=self._wire_dtype,
+            deferred_batch_norm=self._options.deferred_batch_norm,
+            device=self._device,
+        )
+        return _Found(name, partitioner, pipeline)
+
+    def _may_leave_whole(self, module: nn.Module, error: PartitionError) -> bool:
+        """Whether a network that can't be cut may run on every rank: the module around the others, or a lesser one."""
+        del self._found[id(module)]
+        self._left_whole.add(id(module))
+        if self._options.network is not None:
+            return False
+        if module is self._module:
+            if isinstance(error, UntraceableError) and any(True for _ in module.children()):
+                self._announce(
+                    f"{type(module).__name__}.forward can't be cut as a whole ({error.reason}); it runs on every rank"
+                    f" and the submodules that it calls are cut one by one. One traceable forward around them would"
+                    " overlap better."
+                )
+                return True
+            return False
+        size = sum(parameter.numel() for parameter in module.parameters())
+        return isinstance(error, TooManyStagesError) and bool(size < 0.5 * self._total)
+
+    # ---- placement -------------------------------------------------------------------------------------------------
+
+    def _place(self, module: nn.Module, network: _Found) -> None:
+        """Carry out what the partition of `network` newly placed; nothing on later calls."""
+        partitioner = network.partitioner
+        if network.placed == len(partitioner.owners):
+            return
+        network.placed = len(partitioner.owners)
+        owners = global_names(self._module, module, partitioner.owners)
+        tied = global_names(self._module, module, dict.fromkeys(partitioner.shared))
+        if not self.ownership.extend(owners, tied):
+            return
+        self._is_cut = self._mesh.pipeline_size > 1
+        first = len(self._found) == 1
+        replaced = release_foreign(self._module, self.ownership)
+        for copy in self._copies():
+            release_foreign(copy, self.ownership)
+        for optimizer in self._optimizers():
+            replace_in_optimizer(optimizer, replaced)
+        self.rebuild_reducer()
+        self._announce(self.plan().table())
+        if not first and self._mesh.pipeline_size > 1:
+            self._announce("The step calls several networks; one `forward` around them would overlap better.")
+
+    def plan(self) -> ParallelPlan:
+        """The layout as it is now."""
+        stages = tuple(
+            StagePlan(
+                network=network.name,
+                stage=row.stage,
+                rank=row.rank,
+                modules=tuple(row.modules),
+                parameters=row.parameters,
+                flops=int(row.flops or 0),
+            )
+            for network in self._found.values()
+            for row in network.partitioner.table()
+        )
+        return ParallelPlan(
+            pipeline_parallel_size=self._mesh.pipeline_size,
+            data_parallel_size=self._mesh.data_size,
+            schedule=self._options.schedule,
+            num_microbatches=self._num_microbatches,
+            stages=stages,
+        )
+
+    def _check_network_name(self) -> None:
+        wanted = self._options.network
+        if wanted is not None and wanted not in self._names.values():
+            known = ", ".join(repr(name) for name in self._names.values() if name and name.count(".") < 2)
+            raise ConfigurationError(f"network={wanted!r} is not a submodule. There are: {known}.")
+
+    # ---- gradients -------------------------------------------------------------------------------------------------
+
+    def rebuild_reducer(self) -> None:
+        """Reduce the gradients of the parameters that are here now."""
+        if self._reducer is not None:
+            self._reducer.remove()
+            self._reducer = None
+        if not self._gradients_wanted or self._mesh.world_size == 1:
+            return
+        staged, everywhere, tied = [], [], []
+        for name, parameter in self._module.named_parameters():
+            if is_foreign(parameter):
+                continue
+            if name in self.ownership.tied:
+                tied.append((name, parameter))
+            elif self._mesh.pipeline_size == 1 or self.ownership.owner(name) is not None:
+                staged.append((name, parameter))
+            else:
+                everywhere.append((name, parameter))
+        self._reducer = GradientReducer(staged, mesh=self._mesh, world_parameters=everywhere, summed_parameters=tied)
+
+    def expect_backward(self) -> None:
+        """A backward pass is about to start, perhaps of a step that called no network."""
+        if self._reducer is None:
+            self.rebuild_reducer()
+
+    def begin_backward(self) -> None:
+        """A backward pass has reached a network."""
+        if self._reducer is not None:
+            self._reducer.begin_backward()
+
+    def ready_enabled(self, enabled: bool) -> None:
+        """Whether gradients that are accumulated now are the last of this backward pass."""
+        if self._reducer is not None:
+            self._reducer.ready_enabled(enabled)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on this rank only."""
+        if self._reducer is None:
+            yield
+            return
+        with self._reducer.no_sync():
+            yield
+
+    def reset_step(self) -> None:
+        """Forget network calls whose backward never came."""
+        for network in self._found.values():
+            network.pipeline.reset()

@@ -1,0 +1,49 @@
+"""What callbacks see: whole weights when training ends, and their own copies of the module cut like the module."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lightning.pytorch import Callback
+from torch import nn
+
+
+class WholeWeights(Callback):
+    """Makes the module whole before any other callback's `on_train_end`, so that those can read, average and export it.
+
+    The strategy puts it in front of the user's callbacks for the time of a fit.
+
+    Args:
+        make_whole: Brings the values of all stages to this rank.
+    """
+
+    def __init__(self, make_whole: Callable[[], None]) -> None:
+        self._make_whole = make_whole
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Bring the values of all stages to this rank."""
+        self._make_whole()
+
+    @classmethod
+    def insert(cls, trainer: Any, make_whole: Callable[[], None]) -> None:
+        """Put one in front of the callbacks of `trainer`."""
+        trainer.callbacks.insert(0, cls(make_whole))
+
+    @classmethod
+    def remove(cls, trainer: Any) -> None:
+        """Take it out again."""
+        trainer.callbacks[:] = [callback for callback in trainer.callbacks if not isinstance(callback, cls)]
+
+
+def module_copies(callbacks: Iterable[Any], module: nn.Module) -> list[nn.Module]:
+    """Copies of the user's module that callbacks keep (weight averaging): same class, same names, other tensors."""
+    names = {name for name, _ in module.named_parameters()}
+    found: dict[int, nn.Module] = {}
+    for callback in callbacks:
+        for value in vars(callback).values():
+            if not isinstance(value, nn.Module) or value is module:
+                continue
+            for candidate in value.modules():
+                same_class = type(candidate) is type(module) and candidate is not module
+                if same_class and {name for name, _ in candidate.named_parameters()} == names:
+                    found[id(candidate)] = candidate
+    return list(found.values())

@@ -1,0 +1,62 @@
+"""Options are refused before a process starts, with the values and the fix."""
+
+import pytest
+
+from lightning_cnnpar.config import ConfigurationError, HybridOptions, resolve_sizes
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "data", "devices", "nodes", "expected"),
+    [
+        (2, 2, 4, 1, (2, 2)),
+        ("auto", 2, 4, 1, (2, 2)),
+        (2, "auto", 4, 2, (2, 4)),
+        ("auto", "auto", 4, 2, (1, 8)),
+        (1, 1, 1, 1, (1, 1)),
+        (4, 1, 4, 1, (4, 1)),
+    ],
+)
+def test_sizes_fill_the_world(pipeline: object, data: object, devices: int, nodes: int, expected: object) -> None:
+    found = resolve_sizes(pipeline, data, devices_per_node=devices, num_nodes=nodes)  # type: ignore[arg-type]
+    assert found == expected
+
+
+def test_auto_takes_the_smallest_pipeline_that_fits() -> None:
+    sizes = resolve_sizes("auto", "auto", devices_per_node=8, num_nodes=2, smallest_pipeline=4)
+    assert sizes == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "data", "devices", "nodes", "message"),
+    [
+        (2, 2, 2, 1, r"pipeline_parallel_size=2 x data_parallel_size=2 needs 4 ranks, but devices=2 x num_nodes=1"),
+        (3, "auto", 4, 1, r"pipeline_parallel_size=3 does not divide the world.*Possible: 1, 2, 4"),
+        ("auto", 3, 4, 1, r"data_parallel_size=3 does not divide"),
+        (4, "auto", 2, 2, r"does not divide the 2 devices of a node: a replica would straddle nodes. Possible: 1, 2"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(
+    pipeline: object, data: object, devices: int, nodes: int, message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        resolve_sizes(pipeline, data, devices_per_node=devices, num_nodes=nodes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "pipedream"}, r"schedule='pipedream' is unknown. Known: 'gpipe'"),
+        ({"schedule": "1f1b"}, r"schedule='1f1b' is not available in this version"),
+        ({"pipeline_parallel_size": 0}, r"pipeline_parallel_size=0: give a whole number of at least 1"),
+        ({"num_microbatches": 2.5}, r"num_microbatches=2.5"),
+        ({"num_microbatches": True}, r"num_microbatches=True"),
+        ({"balance": "speed"}, r"balance='speed' is unknown"),
+        ({"balance": [1.0, -1.0]}, r"one positive relative speed"),
+        ({"zero_stage": 4}, r"zero_stage=4 is unknown"),
+        ({"zero_stage": 2}, r"zero_stage=2 is not available"),
+        ({"compression": "int8"}, r"compression='int8' is not available"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        HybridOptions(**options)  # type: ignore[arg-type]
