@@ -45,9 +45,9 @@ class Block(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
         super().__init__()
         self.first = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
-        self.first_norm = nn.BatchNorm2d(outputs)
+        self.first_norm = nn.GroupNorm(4, outputs)
         self.second = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.second_norm = nn.BatchNorm2d(outputs)
+        self.second_norm = nn.GroupNorm(4, outputs)
         same = stride == 1 and inputs == outputs
         self.shortcut = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
 
@@ -65,7 +65,7 @@ class Digits(LightningModule):
         self.steps = steps
         self.net = nn.Sequential(
             nn.Conv2d(1, 16, 3, padding=1, bias=False),
-            nn.BatchNorm2d(16),
+            nn.GroupNorm(4, 16),
             nn.ReLU(),
             Block(16, 16),
             Block(16, 32, stride=2),

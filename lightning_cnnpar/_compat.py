@@ -102,13 +102,13 @@ def module_buffers(module: torch.nn.Module) -> dict[str, Tensor | None]:
 def increment_tensors(tensors: Sequence[Tensor]) -> None:
     """Add 1 to each tensor, in few kernels (torch 2.14)."""
     if tensors:
-        torch._foreach_add_(tensors, 1)  # type: ignore[arg-type]
+        torch._foreach_add_(list(tensors), 1)
 
 
 def interpolate_tensors(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float) -> None:
     """Move each target to the source beside it by `weight`, in few kernels (torch 2.14)."""
     if targets:
-        torch._foreach_lerp_(targets, sources, weight)  # type: ignore[arg-type]
+        torch._foreach_lerp_(list(targets), list(sources), weight)
 
 
 def keeps_graph() -> bool:
@@ -172,7 +172,8 @@ def start_process_group(strategy: Any, timeout: Any) -> None:
     if environment is not None:
         environment.set_global_rank(strategy.node_rank * strategy.num_processes + strategy.local_rank)
         environment.set_world_size(strategy.num_nodes * strategy.num_processes)
-    rank_zero_only.rank = fabric_rank_zero_only.rank = strategy.global_rank
+    for gate in (rank_zero_only, fabric_rank_zero_only):
+        gate.rank = strategy.global_rank  # type: ignore[attr-defined]
     if strategy.num_nodes * strategy.num_processes == 1:
         return
     device = strategy.root_device
@@ -215,11 +216,12 @@ def optimizers_to_device(optimizers: Any, device: torch.device) -> None:
     _optimizers_to_device(optimizers, device)
 
 
-def is_wrapping_checkpoint_io(io: Any) -> bool:
-    """Whether a checkpoint plugin wraps another one (Lightning 2.6)."""
+def complete_wrapping_checkpoint_io(io: Any, make: Callable[[], Any]) -> None:
+    """Give a checkpoint plugin that wraps another one something to wrap, where it has nothing (Lightning 2.6)."""
     from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
-    return isinstance(io, _WrappingCheckpointIO)
+    if isinstance(io, _WrappingCheckpointIO) and io.checkpoint_io is None:
+        io.checkpoint_io = make()
 
 
 def sync_batch_norm(
@@ -256,7 +258,8 @@ def is_fake(tensor: Tensor) -> bool:
 
 def storage_key(tensor: Tensor) -> int:
     """Equal for tensors that share memory, also without data; valid while one of them lives (torch 2.14)."""
-    return tensor.untyped_storage()._cdata
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def tensor_version(tensor: Tensor) -> int:

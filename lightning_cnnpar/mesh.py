@@ -113,7 +113,8 @@ def create_mesh(data_size: int, pipeline_size: int, *, timeout: timedelta = DEFA
             return None
         # Every rank creates every group, in the same order: `new_group` is a collective of the world.
         created = [dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in members]
-        return created[own]
+        group: dist.ProcessGroup = created[own]  # type: ignore[assignment]  # this rank is a member of that one
+        return group
 
     return Mesh(
         data_size=data_size,

@@ -70,7 +70,7 @@ class ParallelPlan:
             f" schedule {self.schedule}, {self.num_microbatches} microbatch(es),"
             f" ideal bubble {self.bubble_fraction:.0%}. {self.reason}"
         ).rstrip()
-        rows = [("network", "stage", "ranks", "modules", "parameters", "FLOPs")]
+        rows: list[tuple[str, ...]] = [("network", "stage", "ranks", "modules", "parameters", "FLOPs")]
         rows += [self._row(stage) for stage in self.stages]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -119,7 +119,7 @@ def _build_mapping(container: type, entries: dict[Any, Any]) -> Any:
 def _build_dataclass(container: type, fields: dict[str, Any]) -> Any:
     # Without `__init__`: fields with `init=False`, keyword-only fields and `__post_init__` all come out as they went
     # in.
-    built = object.__new__(container)
+    built: Any = object.__new__(container)
     for name, value in fields.items():
         object.__setattr__(built, name, value)
     return built

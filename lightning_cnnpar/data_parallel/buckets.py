@@ -38,10 +38,9 @@ class Slot:
 class Bucket:
     """The gradients that one collective reduces, all of one dtype on one device.
 
-    The gradients are copied into the flat tensor, and stay as they are until the end of the pass. Then those that were
-    there before the pass are written in place, as autograd does, so that they stay the same tensors. Those that are new
-    are replaced by their parts of the flat tensor, which saves a pass over the memory; the next pass gets a new flat
-    tensor, so nobody ever writes into them again. Strides are those that autograd gives in either case.
+    The gradients are copied into the flat tensor and back: what the user holds in `parameter.grad` stays the same
+    tensor with the same strides, and stays local until the end of the pass. The flat tensor is kept between passes, since
+    on a CPU the page faults of a new one cost more than both copies.
 
     Attributes:
         index: Position in the order of launches, the same on every rank.
@@ -63,7 +62,8 @@ class Bucket:
         self.slots = tuple(_slots(members))
         self._numel = sum(real_numel(slot.parameter) for slot in self.slots)
         self._flat: Tensor | None = None
-        self._views: list[Tensor] = []
+        self._parts: dict[int, Tensor] = {}
+        self._packed: set[int] = set()
 
     @property
     def num_bytes(self) -> int:
@@ -72,54 +72,60 @@ class Bucket:
 
     @property
     def flat(self) -> Tensor:
-        """The flat tensor of this pass: `pack` fills it, and a reduction leaves its result in it."""
+        """This rank's share of the means: its gradients divided by the size of the group; zeros for missing ones."""
         if self._flat is None:
             dtype, device = flat_kind(self.slots[0].parameter)
             self._flat = torch.empty(self._numel, dtype=dtype, device=device)
+            self._parts = {slot.position: _part(self._flat, slot) for slot in self.slots}
         return self._flat
 
-    @property
-    def parts(self) -> list[tuple[Slot, Tensor]]:
-        """Each parameter's part of the flat tensor, in the shape of its gradient."""
-        return [(slot, _part(self.flat, slot)) for slot in self.slots]
+    def part(self, slot: Slot) -> Tensor:
+        """The part of the flat tensor that belongs to `slot`, in the shape of its gradient."""
+        _ = self.flat
+        return self._parts[slot.position]
 
     @torch.no_grad()
-    def pack(self, scale: float = 1.0) -> Tensor:
-        """Fill the flat tensor with this rank's gradients times `scale`; a missing gradient counts as zero.
+    def pack_early(self, position: int) -> None:
+        """Copy one gradient as soon as it is there: it is still in the cache. On a device, few large copies are better."""
+        slot = next(slot for slot in self.slots if slot.position == position)
+        if slot.parameter.device.type == "cpu":
+            self._copy_in(slot)
+            self._packed.add(position)
 
-        Scaling before the sum, and not after it, keeps float16 gradients of many replicas from overflowing.
-        """
-        flat = self.flat
-        present: list[tuple[Tensor, Tensor]] = []
-        for slot, part in self.parts:
+    def unpack_early(self, position: int) -> None:
+        """Forget about `pack_early`: the gradient has changed."""
+        self._packed.discard(position)
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Fill what is still missing of the flat tensor."""
+        left = [slot for slot in self.slots if slot.position not in self._packed]
+        if self.flat.device.type == "cpu":
+            for slot in left:
+                self._copy_in(slot)
+            return
+        for slot in left:
             if slot.parameter.grad is None:
-                part.zero_()
-            else:
-                present.append((part, real_view(slot.parameter.grad)))
-        if flat.device.type == "cpu" and scale != 1.0:
-            for part, grad in present:  # one pass over the memory instead of two
-                torch.mul(grad, scale, out=part)
-            return flat
-        copy_tensors([part for part, _ in present], [grad for _, grad in present])
-        return flat if scale == 1.0 else flat.mul_(scale)
+                self.part(slot).zero_()
+        present = [(self.part(slot), slot.parameter.grad) for slot in left if slot.parameter.grad is not None]
+        copy_tensors([part for part, _ in present], [real_view(grad) for _, grad in present])
+        self.flat.div_(self.group_size)
 
     @torch.no_grad()
-    def unpack(self, positions: Collection[int], new: Collection[int] = ()) -> None:
-        """Make the parts of the flat tensor the gradients of the parameters at `positions`, and let go of it.
+    def unpack(self, positions: Collection[int]) -> None:
+        """Write the parts of the flat tensor into the gradients of the parameters at `positions`."""
+        wanted = [slot for slot in self.slots if slot.position in positions]
+        gradients = [real_view(writable_gradient(slot.parameter)) for slot in wanted]
+        copy_tensors(gradients, [self.part(slot) for slot in wanted])
+        self._packed.clear()
 
-        Args:
-            positions: Whose gradients are wanted.
-            new: Whose gradients were not there before the pass.
-        """
-        wanted = [(slot, part) for slot, part in self.parts if slot.position in positions]
-        adopted = [(slot, part) for slot, part in wanted if slot.position in new and not slot.parameter.is_complex()]
-        if 2 * sum(part.numel() for _, part in adopted) < self._numel:
-            adopted = []  # a small part would keep the whole flat tensor alive
-        for slot, part in adopted:
-            slot.parameter.grad = part
-        others = [(slot, part) for slot, part in wanted if slot.parameter.grad is not part]
-        copy_tensors([real_view(writable_gradient(slot.parameter)) for slot, _ in others], [part for _, part in others])
-        self._flat = None
+    def _copy_in(self, slot: Slot) -> None:
+        part, grad = self.part(slot), slot.parameter.grad
+        if grad is None:
+            part.zero_()
+        else:
+            # Dividing before the sum, and not after it, keeps float16 gradients of many replicas from overflowing.
+            torch.mul(real_view(grad), 1.0 / self.group_size, out=part)
 
 
 def assign_buckets(
@@ -184,11 +190,9 @@ def _slots(members: Sequence[tuple[int, NamedParameter]]) -> Iterator[Slot]:
 
 
 def _part(flat: Tensor, slot: Slot) -> Tensor:
-    # In the parameter's own strides, which autograd gives its gradient too: both copies then run along the memory. Not as
-    # a view, which the user could not detach in place.
+    # In the parameter's own strides, which autograd gives its gradient too: both copies then run along the memory.
     like = real_view(torch.empty_like(slot.parameter.detach(), device="meta"))
-    part = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    return part.set_(flat.untyped_storage(), slot.offset, like.size(), like.stride())
+    return flat.as_strided(like.size(), like.stride(), slot.offset)
 
 
 def real_view(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ class Reduction(Protocol):
     num_bytes: int
 
     def wait(self) -> None:
-        """Return when the bucket's flat tensor holds the mean (on CUDA: in the order of the current stream)."""
+        """Return when `bucket.flat` holds the sum (on CUDA: in the order of the current stream)."""
 
 
 class CommHook(Protocol):
@@ -30,7 +30,10 @@ class CommHook(Protocol):
     """
 
     def reduce(self, bucket: Bucket) -> Reduction:
-        """Start averaging `bucket`, whose gradients are not packed yet. Must not block on other ranks."""
+        """Start summing `bucket.flat`, which holds this rank's share of the mean, over `bucket.group`.
+
+        Must not wait for other ranks.
+        """
 
 
 @final
@@ -39,8 +42,7 @@ class DenseAllReduce:
 
     def reduce(self, bucket: Bucket) -> Reduction:
         """Start one all-reduce over the flat tensor."""
-        flat = bucket.pack(scale=1.0 / bucket.group_size)
-        work = dist.all_reduce(flat, group=bucket.group, async_op=True)
+        work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
         assert work is not None
         return PendingWork(work, bucket.num_bytes)
 

@@ -41,7 +41,6 @@ class _Round:
     Attributes:
         finish: What to do at the end.
         expected: 1 for each parameter that was trainable at the start.
-        new: Parameters that had no gradient at the start.
         waiting: By bucket, how many expected parameters aren't ready yet.
         ready: 1 for each parameter whose gradient is final.
         order: Parameters in the order in which they became ready.
@@ -52,7 +51,6 @@ class _Round:
 
     finish: Callable[["_Round"], None]
     expected: bytes
-    new: set[int]
     waiting: list[int]
     ready: bytearray
     order: list[int] = dataclasses.field(default_factory=list)
@@ -176,14 +174,19 @@ class GradientReducer:
                 raise
 
     def _mark(self, current: _Round, position: int) -> None:
-        bucket = self._bucket_of[position]
-        if bucket in current.started:
+        bucket = self._buckets[self._bucket_of[position]]
+        if bucket.index in current.started:
             current.late.add(position)
-        elif self._counts_as_ready and not current.ready[position]:
+            return
+        if not self._counts_as_ready:
+            bucket.unpack_early(position)
+            return
+        bucket.pack_early(position)
+        if not current.ready[position]:
             current.ready[position] = 1
             current.order.append(position)
             if current.expected[position]:
-                current.waiting[bucket] -= 1
+                current.waiting[bucket.index] -= 1
                 self._start_ready_buckets(current)
 
     def _on_shared_accumulated(self) -> None:
@@ -200,7 +203,6 @@ class GradientReducer:
         current = _Round(
             finish=self._finish,
             expected=expected,
-            new={position for position, (_, parameter) in enumerate(self._named) if parameter.grad is None},
             waiting=[sum(expected[slot.position] for slot in bucket.slots) for bucket in self._buckets],
             ready=bytearray(len(self._named)),
         )
@@ -225,6 +227,7 @@ class GradientReducer:
                 self._count(num_overlapped=1)
 
     def _start(self, bucket: Bucket, current: _Round) -> None:
+        bucket.pack()
         reduction = self._hook.reduce(bucket)
         current.started[bucket.index] = reduction
         self._in_flight.append(reduction)
@@ -249,7 +252,7 @@ class GradientReducer:
         self._count(num_bytes=self._shared.start(agreed.shared))
         for index, reduction in current.started.items():
             reduction.wait()
-            self._buckets[index].unpack(agreed.touched - agreed.late, current.new)
+            self._buckets[index].unpack(agreed.touched - agreed.late)
         self._reduce_again(agreed.late)
         self._shared.finish()
         self._close(current, agreed.touched)
@@ -258,6 +261,7 @@ class GradientReducer:
         # The gradient itself is still the local sum, as results are only written back at the end, so reduce it whole.
         for members in self._assign(sorted(late)):
             bucket = self._bucket(len(self._buckets), members)
+            bucket.pack()
             reduction = DenseAllReduce().reduce(bucket)
             reduction.wait()
             bucket.unpack(late)

@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_cnnpar.mirror.exchange import Exchange
-from lightning_cnnpar.mirror.layers import Layer, Start, add_layer
+from lightning_cnnpar.mirror.layers import Layer, Start, add_layer, layers_of
 from lightning_cnnpar.mirror.sharded_sampler import ShardedSampler
 
 _ENDED, _READY, _FAILED = range(3)
@@ -23,6 +23,8 @@ _ENDED, _READY, _FAILED = range(3)
 
 def end_together(loader: Any, exchange: Exchange) -> Any:
     """A loader like `loader` whose epochs have equally many batches on all replicas."""
+    if exchange.size == 1 or any(isinstance(layer, SameLength | StopTogether) for layer in layers_of(loader)):
+        return loader
     if isinstance(loader, list | tuple):
         return add_layer(loader, SameLength(exchange))
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):

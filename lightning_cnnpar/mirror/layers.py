@@ -34,9 +34,15 @@ def add_layer(loader: Any, layer: Layer) -> Any:
         return LayeredIterable(loader.iterable, (*loader.layers, layer))
     if not isinstance(loader, DataLoader):
         return LayeredIterable(loader, (layer,))
-    layers = (*loader.__dict__.get(_LAYERS, ()), layer)
     cls: Any = type(loader)
-    return _clone(loader, layered_class(cls), {_LAYERS: layers})
+    return _clone(loader, layered_class(cls), {_LAYERS: (*layers_of(loader), layer)})
+
+
+def layers_of(loader: Any) -> tuple[Layer, ...]:
+    """The layers of a loader, innermost first."""
+    if isinstance(loader, LayeredIterable):
+        return loader.layers
+    return loader.__dict__.get(_LAYERS, ()) if isinstance(loader, _LayeredLoader) else ()
 
 
 def copy_loader(loader: Any, **attributes: Any) -> Any:
@@ -69,13 +75,18 @@ class _LayeredLoader:
 
     def __iter__(self) -> Iterator[Any]:
         start: Start = super().__iter__  # type: ignore[misc]
-        return _through(self.__dict__.get(_LAYERS, ()), start, self)
+        return _through(layers_of(self), start, self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A pickle (or deep copy) is of the user's loader: groups and made-up classes don't travel.
         plain = _clone(self, type(self).__mro__[2], {})
         plain.__dict__.pop(_LAYERS, None)
-        return plain.__reduce_ex__(protocol)
+        return itself, (plain,)
+
+
+def itself(value: Any) -> Any:
+    """`value`: for objects that are pickled as another one."""
+    return value
 
 
 @functools.cache

@@ -47,15 +47,14 @@ def mirror_loader(loader: Any, mesh: Mesh, *, training: bool = False, exchange: 
     Args:
         loader: What `shard_loader` returned, or any iterable.
         mesh: The ranks.
-        training: Also let all replicas end their epochs together, at the shortest.
+        training: Let all replicas end their epochs together, also for loaders that didn't go through `shard_loader`.
         exchange: How the loading ranks talk; over the mesh's groups by default.
 
     Raises:
         ValueError: For an `IterDataPipe`, whose epochs are a collective of all ranks.
     """
-    exchange = exchange or GroupExchange(mesh)
-    if training and exchange.size > 1:
-        loader = end_together(loader, exchange)
+    if training:
+        loader = end_together(loader, exchange or GroupExchange(mesh))
     if mesh.pipeline_size == 1:
         return loader
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterDataPipe):

@@ -5,6 +5,7 @@ can be pickled arrives as it was (named tuples, dataclasses, images, strings, te
 occurs twice), and the contents of tensors are not pickled. Sparse tensors and tensor subclasses pickle by themselves.
 """
 
+import functools
 import io
 import pickle
 from collections.abc import Callable, Sequence
@@ -76,7 +77,7 @@ class _Pickler(pickle.Pickler):
             tuple(obj.shape),
             strides,
             obj.device.type,
-            torch.cuda.is_available() and obj.is_pinned(),
+            _has_cuda() and obj.is_pinned(),
             obj.requires_grad,
         )
         self.contents.append(content)
@@ -95,7 +96,7 @@ class _Unpickler(pickle.Unpickler):
         if number in self._known:
             return self._known[number]
         dtype = _DTYPES[code]
-        pinned = pinned and torch.cuda.is_available()
+        pinned = pinned and _has_cuda()
         if strides is None:
             tensor = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
         else:
@@ -105,6 +106,12 @@ class _Unpickler(pickle.Unpickler):
             tensor = tensor.to(device)
         self._known[number] = tensor.requires_grad_(requires_grad)
         return tensor
+
+
+@functools.cache
+def _has_cuda() -> bool:
+    # Asked once: the answer takes 100 us where there is no device.
+    return torch.cuda.is_available()
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -53,11 +53,13 @@ def resume_epoch(loader: Any, position: dict[str, Any], randomness: dict[str, An
     if sampler.epoch_size() != len(order):
         warnings.warn(
             f"The checkpoint was written in the middle of an epoch of {len(order)} samples (or batches), but the"
-            f" training loader has {sampler.epoch_size()} now. It starts a new epoch; samples seen before may be seen again.",
+            f" training loader has {sampler.epoch_size()} now. It starts a new epoch; samples seen before may be"
+            " seen again.",
             stacklevel=2,
         )
         return False
-    sampler.resume_epoch(Position(order=order, items=position["items"], batches=position["batches"], randomness=randomness))
+    items, batches = position["items"], position["batches"]
+    sampler.resume_epoch(Position(order=order, items=items, batches=batches, randomness=randomness))
     return True
 
 

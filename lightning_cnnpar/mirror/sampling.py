@@ -20,6 +20,7 @@ from torch.utils.data import (
 
 from lightning_cnnpar._compat import is_index_recorder, with_recorded_sampler
 from lightning_cnnpar.mesh import Mesh
+from lightning_cnnpar.mirror.agreement import end_together
 from lightning_cnnpar.mirror.exchange import Exchange, GroupExchange
 from lightning_cnnpar.mirror.layers import copy_loader
 from lightning_cnnpar.mirror.sharded_sampler import ShardedSampler
@@ -39,7 +40,8 @@ def shard_loader(
     - A `DistributedSampler` that is already set to D replicas: left alone.
     - Iterable datasets and other iterables: left alone, with a warning; see `ShardedIterable`.
 
-    In evaluation each sample counts once, in training all replicas get batches of equal number and size.
+    In evaluation each sample counts once. In training all replicas end their epochs together: batches are dealt out in
+    equal number and size, and where that can't be, the replica with the fewest decides.
 
     Args:
         loader: What the user's hook returned.
@@ -52,16 +54,8 @@ def shard_loader(
         ValueError: For a `DistributedSampler` of another number of replicas, or of another replica.
     """
     exchange = exchange or GroupExchange(mesh)
-    set_by_user = _distributed_sampler(loader)
-    if set_by_user is not None:
-        _check_distributed_sampler(set_by_user, exchange)
-    if exchange.size == 1 and not (resumable and training and set_by_user is None and _is_map_style(loader)):
-        return loader
-    if set_by_user is not None:
-        return loader
-    if _is_map_style(loader):
-        return _shard_map_style(loader, exchange, training)
-    return _shard_stream(loader, exchange, speaks=mesh.pipeline_rank == 0 and exchange.index == 0)
+    sharded = _shard(loader, mesh, exchange, training, resumable)
+    return end_together(sharded, exchange) if training else sharded
 
 
 class ShardedIterable(IterableDataset[Any]):
@@ -96,6 +90,19 @@ class ShardedIterable(IterableDataset[Any]):
         first, step = index * self.num_replicas + self.replica, workers * self.num_replicas
         taken = itertools.islice(self.dataset, first, None, step)
         return taken if self.transform is None else map(self.transform, taken)
+
+
+def _shard(loader: Any, mesh: Mesh, exchange: Exchange, training: bool, resumable: bool) -> Any:
+    set_by_user = _distributed_sampler(loader)
+    if set_by_user is not None:
+        _check_distributed_sampler(set_by_user, exchange)
+        return loader
+    if _is_map_style(loader):
+        needed = exchange.size > 1 or (resumable and training)
+        return _shard_map_style(loader, exchange, training) if needed else loader
+    if exchange.size == 1:
+        return loader
+    return _shard_stream(loader, exchange, speaks=mesh.pipeline_rank == 0 and exchange.index == 0)
 
 
 def _is_map_style(loader: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from lightning_cnnpar.mirror.exchange import Exchange
+from lightning_cnnpar.mirror.layers import itself
 from lightning_cnnpar.mirror.randomness import capture_randomness, restore_randomness
 from lightning_cnnpar.mirror.shares import Shares, deal
 
@@ -91,7 +92,7 @@ class ShardedSampler(Sampler[Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Groups don't travel: a pickle or deep copy holds what the user gave.
-        return _itself, (self._stands_for,)
+        return itself, (self._stands_for,)
 
     def resume_epoch(self, position: Position) -> None:
         """Let the next epoch be the rest of one that was interrupted."""
@@ -192,10 +193,6 @@ class ShardedSampler(Sampler[Any]):
             self._rest = itertools.chain(ahead, self._rest)
             return self._order + ahead
         return self._order
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def _warn_padded(num_items: int, num_replicas: int) -> None:

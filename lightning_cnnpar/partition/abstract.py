@@ -63,11 +63,11 @@ class Outcome:
     exact: bool
 
 
-class _WorkCounter(_compat.TorchDispatchMode):
+class _WorkCounter(_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the work of every operation that runs inside."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
         self.flops = 0
         self.activation_bytes = 0
@@ -120,7 +120,8 @@ class AbstractNetwork:
 
     def _fake_of(self, tensor: Tensor) -> Tensor:
         if not is_foreign(tensor):
-            return self._mode.from_tensor(tensor)
+            fake: Tensor = self._mode.from_tensor(tensor)
+            return fake
         with self._mode:
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
             if isinstance(tensor, nn.Parameter):
@@ -272,7 +273,7 @@ def preserved_generators() -> Iterator[None]:
     python_state = random.getstate()
     numpy_state = numpy.random.get_state() if numpy is not None else None
     torch_state = torch.random.get_rng_state()
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     try:
         yield
     finally:

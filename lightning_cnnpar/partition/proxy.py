@@ -22,7 +22,7 @@ class NetworkProxy(fx.Proxy):
     """
 
     @property
-    def __class__(self) -> type:  # type: ignore[override]
+    def __class__(self) -> type:
         return Tensor if isinstance(self.node.meta.get("value"), Tensor) else type(self)
 
     @__class__.setter
@@ -40,11 +40,18 @@ class NetworkProxy(fx.Proxy):
     def __iter__(self) -> Iterator[Any]:
         value = self.node.meta.get("value", UNKNOWN)
         if isinstance(value, (tuple, list)):
-            return iter([self[i] for i in range(len(value))])
+            return iter([self._entry(i) for i in range(len(value))])
         if value is UNKNOWN:
             # How many there are is read off the caller's `a, b = x`.
-            return iter([self[i] for i in range(_unpacked(inspect.currentframe()))])
-        return iter([self[i] for i in range(len(self))])
+            return iter([self._entry(i) for i in range(_unpacked(inspect.currentframe()))])
+        return iter([self._entry(i) for i in range(len(self))])
+
+    def _entry(self, index: int) -> Any:
+        return self.tracer.create_proxy("call_function", operator.getitem, (self, index), {})
+
+    def _decided(self) -> Any:
+        tracer: Any = self.tracer
+        return tracer.concretize(self)
 
     def __len__(self) -> int:
         value = self.node.meta.get("value", UNKNOWN)
@@ -58,13 +65,13 @@ class NetworkProxy(fx.Proxy):
         return any(bool(item == entry) for entry in self)
 
     def __int__(self) -> int:
-        return int(self.tracer.concretize(self))
+        return int(self._decided())
 
     def __index__(self) -> int:
-        return operator.index(self.tracer.concretize(self))
+        return operator.index(self._decided())
 
     def __float__(self) -> float:
-        return float(self.tracer.concretize(self))
+        return float(self._decided())
 
 
 class NetworkAttribute(NetworkProxy):
@@ -77,13 +84,14 @@ class NetworkAttribute(NetworkProxy):
         self._node: fx.Node | None = None
 
     @property
-    def node(self) -> fx.Node:
+    def node(self) -> fx.Node:  # type: ignore[override]
         """The recorded read."""
         if self._node is None:
             self._node = self.tracer.create_proxy("call_function", getattr, (self.root, self.attr), {}).node
         return self._node
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Record a method call."""
         return self.tracer.create_proxy("call_method", self.attr, (self.root, *args), kwargs)
 
 
@@ -97,7 +105,10 @@ def _unpacked(frame: Any) -> int:
 
 
 def _in_place(name: str) -> Callable[[NetworkProxy, Any], Any]:
-    written, computed = getattr(operator, name), getattr(operator, name[1:] if name != "iand" and name != "ior" else name)
+    written, computed = (
+        getattr(operator, name),
+        getattr(operator, name[1:] if name != "iand" and name != "ior" else name),
+    )
 
     def record(self: NetworkProxy, other: Any) -> Any:
         # `size += 1` makes another number; `x += y` writes into the tensor, which all its other names see.

@@ -18,6 +18,7 @@ from lightning_cnnpar.partition.abstract import AbstractNetwork
 from lightning_cnnpar.partition.balance import ImbalanceError, Row, cut, stage_costs
 from lightning_cnnpar.partition.cost import TRANSFER_WEIGHT, Metric, module_shares
 from lightning_cnnpar.partition.errors import PartitionError, UntraceableError, untraceable
+from lightning_cnnpar.partition.foreign import is_foreign
 from lightning_cnnpar.partition.layout import Assembler, Block, blocks_of, crossing_bytes
 from lightning_cnnpar.partition.stage import Program
 from lightning_cnnpar.partition.trace import Traced, trace
@@ -105,6 +106,7 @@ class Partitioner:
         self._name = name
         self._programs: dict[Any, Program] = {}
         self._rows: tuple[StageRow, ...] = ()
+        self._elements = {key: parameter.numel() for key, parameter in root.named_parameters()}
         self.owners: dict[str, int] = dict(owners or {})
         self.shared: frozenset[str] = frozenset()
         if len(self._speeds) != num_stages:
@@ -122,10 +124,20 @@ class Partitioner:
         leaves, spec = tree.flatten((args, kwargs))
         key = self._key(leaves, spec)
         if key not in self._programs:
-            if not self._programs:
-                self._place(leaves, spec)
-            self._programs[key] = self._make(leaves, spec)
+            try:
+                if not self._programs:
+                    self._place(leaves, spec)
+                self._programs[key] = self._make(leaves, spec)
+            except PartitionError:
+                self._raise_own_error(args, kwargs)
+                raise
         return self._programs[key]
+
+    def _raise_own_error(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Inputs that the network itself refuses give its own error, not one about cutting."""
+        if not any(is_foreign(tensor) for tensor in (*self._root.parameters(), *self._root.buffers())):
+            with torch.no_grad():
+                type(self._root).forward(self._root, *args, **kwargs)
 
     def table(self) -> tuple[StageRow, ...]:
         """The stages; empty before the first program."""
@@ -141,7 +153,7 @@ class Partitioner:
         if all(module.training for module in self._root.modules()):
             return
         with _training(self._root), contextlib.suppress(PartitionError):
-            self._make(leaves, spec)
+            self._programs[self._key(leaves, spec)] = self._make(leaves, spec)
 
     def _make(self, leaves: Sequence[Any], spec: tree.TreeSpec) -> Program:
         found = self._cut(leaves, spec)
@@ -259,7 +271,9 @@ class Partitioner:
         """Stages along the places that parameters have already; what has none stays with its neighbours."""
         stages: list[tuple[int, list[Block]]] = []
         places = [self._place_of(block) for block in blocks]
-        current = next((place for place in places if place is not None), 0)
+        # What comes before the first placed block, if only tied tensors are used there, starts where those were placed.
+        hints = [self.owners[name] for name in sorted(blocks[0].tensors & self.shared)]
+        current = next((place for place in (*hints, *places) if place is not None), 0)
         for block, place in zip(blocks, places, strict=True):
             current = current if place is None else place
             if stages and stages[-1][0] == current:
@@ -271,8 +285,9 @@ class Partitioner:
     def _place_of(self, block: Block) -> int | None:
         places = {self.owners[name] for name in block.tensors if name in self.owners and name not in self.shared}
         if len(places) > 1:
+            named = ", ".join(sorted(block.tensors)[:4])
             raise PartitionError(
-                f"{self._name!r} uses parameters of several ranks in one operation: {', '.join(sorted(block.tensors)[:4])}."
+                f"{self._name!r} uses parameters of several ranks in one operation: {named}."
                 f" Call the networks in validation as in training, or name the enclosing one: `network=...`."
             )
         return next(iter(places), None)
@@ -280,15 +295,14 @@ class Partitioner:
     # Accounts -------------------------------------------------------------------------------------------------------
 
     def _cost(self, block: Block) -> float:
-        parameters = dict(self._root.named_parameters())
-        elements = sum(parameters[name].numel() for name in block.tensors if name in parameters)
-        flops = 3.0 * sum(node.meta["work"].flops for node in block.nodes)
+        elements = sum(self._elements.get(name, 0) for name in block.tensors)
+        flops = float(3.0 * sum(node.meta["work"].flops for node in block.nodes))
         if self._metric == "parameters":
             return float(elements)
         if self._metric == "memory":
             kept = sum(node.meta["work"].activation_bytes for node in block.nodes)
-            return 16.0 * elements + kept
-        return flops or float(elements)
+            return float(16.0 * elements + kept)
+        return float(flops or elements)
 
     def _first_names(self) -> dict[str, str]:
         named = [
@@ -358,6 +372,11 @@ class Partition:
         self.parameters = tuple(
             tuple(name for name in named if partitioner.owners.get(name) == stage.rank) for stage in program.stages
         )
+
+    @property
+    def rows(self) -> tuple[StageRow, ...]:
+        """The stages as data."""
+        return self._partitioner.table()
 
     def table(self) -> str:
         """One line a stage: modules, parameters, operations, share."""

@@ -24,7 +24,14 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import TraceError
 
 from lightning_cnnpar import _compat, tree
-from lightning_cnnpar.partition.abstract import UNKNOWN, AbstractNetwork, Outcome, Work, preserved_generators, run_unhooked
+from lightning_cnnpar.partition.abstract import (
+    UNKNOWN,
+    AbstractNetwork,
+    Outcome,
+    Work,
+    preserved_generators,
+    run_unhooked,
+)
 from lightning_cnnpar.partition.ambient import Ambient
 from lightning_cnnpar.partition.errors import PartitionError, is_user_file
 from lightning_cnnpar.partition.proxy import NetworkProxy
@@ -42,8 +49,9 @@ _UNSTABLE = frozenset({"requires_grad", "is_leaf", "grad_fn", "grad", "is_contig
 class Traced:
     """A recorded forward.
 
-    Every node's `meta` has "value" (with fake tensors, or `UNKNOWN`), "work", "path" (dotted name of the innermost module
-    that it belongs to), "ambient" (grad mode and autocast it ran in), "wrote" (storage keys written in place) and "exact".
+    Every node's `meta` has "value" (with fake tensors, or `UNKNOWN`), "work", "path" (dotted name of the innermost
+    module that it belongs to), "ambient" (grad mode and autocast it ran in), "wrote" (storage keys written in place)
+    and "exact".
 
     Attributes:
         graph: The graph; its output node holds the tuple of output leaves that are nodes.
@@ -187,8 +195,8 @@ class NetworkTracer(fx.Tracer):
             return self.create_arg(leaf)
         if any(_is_proxy(value) for value in getattr(leaf, "__dict__", {}).values()):
             raise TraceError(
-                f"the output holds a {type(leaf).__name__}, whose tensors can't be seen; return tensors in tuples, lists,"
-                f" dictionaries, named tuples or dataclasses"
+                f"the output holds a {type(leaf).__name__}, whose tensors can't be seen; return tensors in tuples,"
+                f" lists, dictionaries, named tuples or dataclasses"
             )
         return leaf
 
@@ -306,7 +314,7 @@ class NetworkTracer(fx.Tracer):
             raise TraceError("control flow depends on the values of a tensor")
         unstable = _decided_by(node) & _UNSTABLE
         if unstable:
-            raise TraceError(f"control flow depends on `{sorted(unstable)[0]}`")
+            raise TraceError(f"control flow depends on `{min(unstable)}`")
         if self._other_batch is None:
             self._other_batch = _OtherBatch(self, self._network, self._inputs)
         if self._other_batch.value(node) != value:

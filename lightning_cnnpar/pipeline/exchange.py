@@ -1,4 +1,4 @@
-"""Bundles of activations and gradients between ranks, on top of the messages of `transport`.
+"""Bundles of activations on their way between ranks, on top of the messages of `transport`.
 
 A header goes ahead of the microbatches of a bundle. It carries the number of a description (shapes, types, layouts)
 that the receiver knows, or a new number with the description; so descriptions travel only when they change.
@@ -6,14 +6,11 @@ Microbatches of one size are described alike, and with their header at hand a re
 
     sender, batch of 8 in 3      header  [3 samples]  [3 samples]  header  [2 samples]
     receiver                     wait, post 2 receives             wait, post 1
-
-On the way back shapes are known. There the header says whether every value has a gradient; where some have none (no
-path leads from them to the loss), each microbatch gets a header with a list: what has no gradient stays without one.
 """
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +25,6 @@ Metas = tuple[Meta, ...]
 Key = tuple[int, int]
 """Stage and microbatch: what a parcel is called between two ranks."""
 
-_EVERY_GRADIENT, _SOME_GRADIENTS = -1, -2
 # Descriptions that a pair of ranks remembers; more than image sizes and layouts a training run could alternate between.
 _REMEMBERED = 4096
 
@@ -191,110 +187,6 @@ def receive(link: Link, bundle: Bundle, meta: Meta, at: tuple[Tensor, Tensor]) -
     return Arrival(meta=meta, tensor=tensor, receipt=link.receive(block, bundle.source, tag=bundle.stage))
 
 
-class GradientOutbox:
-    """Sends gradients back to where values came from, in one backward pass."""
-
-    def __init__(self, link: Link, device: torch.device, wire_dtype: torch.dtype | None = None) -> None:
-        self._link, self._device, self._wire_dtype = link, device, wire_dtype
-        self._complete: dict[tuple[int, int], bool] = {}
-
-    def send(self, bundle: Bundle, metas: Sequence[Meta], gradients: Sequence[Tensor | None]) -> None:
-        """Send the gradients of a microbatch of a bundle.
-
-        Args:
-            bundle: As it came.
-            metas: Descriptions of those of its values that require a gradient.
-            gradients: For each of them the gradient, or `None` where no path leads to the loss.
-        """
-        pair = (bundle.stage, bundle.source)
-        present = [gradient is not None for gradient in gradients]
-        if pair not in self._complete:
-            self._complete[pair] = all(present)
-            number = _EVERY_GRADIENT if all(present) else _SOME_GRADIENTS
-            body = None if all(present) else present
-            self._link.send_header(Header(number, body), bundle.source, tag=_back(bundle))
-        elif not self._complete[pair]:
-            self._link.send_header(Header(_SOME_GRADIENTS, present), bundle.source, tag=_back(bundle))
-        for meta, gradient in zip(metas, gradients, strict=True):
-            if gradient is None and not self._complete[pair]:
-                continue
-            dtype = wire_type(meta, self._wire_dtype)
-            if gradient is None:
-                block = wire.empty(meta, dtype, self._device)[1].zero_()
-            else:
-                block = wire.flat(gradient, meta, dtype)
-            self._link.send(block, bundle.source, tag=_back(bundle))
-
-
-class GradientInbox:
-    """Receives the gradients of one backward pass.
-
-    Args:
-        link: Connections to the other ranks.
-        incoming: For each other rank the parcels whose gradients it sends, in order, without those that have none.
-        metas: Descriptions of the values of a parcel that require a gradient.
-        device: Where stages compute.
-        wire_dtype: As the senders have it.
-    """
-
-    def __init__(
-        self,
-        link: Link,
-        incoming: Mapping[int, Iterable[Parcel]],
-        metas: Callable[[Bundle, int], Sequence[Meta]],
-        *,
-        device: torch.device,
-        wire_dtype: torch.dtype | None = None,
-    ) -> None:
-        self._link, self._metas, self._device, self._wire_dtype = link, metas, device, wire_dtype
-        self._queues = {source: deque(parcels) for source, parcels in incoming.items()}
-        self._headers: dict[tuple[int, int], Callable[[], Header]] = {}
-        self._complete: dict[tuple[int, int], bool] = {}
-        self._arrivals: dict[tuple[int, int, int], list[Arrival | None]] = {}
-        for source, queue in self._queues.items():
-            for bundle, _ in queue:
-                if (bundle.stage, source) not in self._headers:
-                    self._headers[bundle.stage, source] = link.expect_header(source, tag=_back(bundle))
-
-    def gradients(self, bundle: Bundle, microbatch: int) -> list[Tensor | None]:
-        """The gradients of a parcel that this rank sent, once they are here."""
-        key = (bundle.stage, bundle.destination, microbatch)
-        while key not in self._arrivals:
-            self._post_run(bundle.destination)
-        return [None if arrival is None else take(arrival) for arrival in self._arrivals.pop(key)]
-
-    def _post_run(self, source: int) -> None:
-        """Post receives up to the next one that waits for a header."""
-        queue = self._queues[source]
-        first = True
-        while queue and (first or self._complete.get((queue[0][0].stage, source), False)):
-            first = False
-            bundle, microbatch = queue.popleft()
-            present = self._present(bundle, source)
-            metas = self._metas(bundle, microbatch)
-            self._arrivals[bundle.stage, source, microbatch] = [
-                self._post(bundle, meta) if present is None or present[position] else None
-                for position, meta in enumerate(metas)
-            ]
-
-    def _present(self, bundle: Bundle, source: int) -> list[bool] | None:
-        """Which values have a gradient; `None` for all."""
-        pair = (bundle.stage, source)
-        if self._complete.get(pair):
-            return None
-        expect = self._headers.pop(pair, None) or self._link.expect_header(source, tag=_back(bundle))
-        header = expect()
-        self._complete[pair] = header.number == _EVERY_GRADIENT
-        present: list[bool] | None = header.body
-        return present
-
-    def _post(self, bundle: Bundle, meta: Meta) -> Arrival:
-        tensor, block = wire.empty(meta, wire_type(meta, self._wire_dtype), self._device)
-        return Arrival(
-            meta=meta, tensor=tensor, receipt=self._link.receive(block, bundle.destination, tag=_back(bundle))
-        )
-
-
 def take(arrival: Arrival) -> Tensor:
     """The tensor, once it is here, in its own type."""
     arrival.receipt.wait()
@@ -307,11 +199,6 @@ def wire_type(meta: Meta, wire_dtype: torch.dtype | None) -> torch.dtype:
     if wire_dtype is None or not meta.dtype.is_floating_point or wire_dtype.itemsize >= meta.dtype.itemsize:
         return meta.dtype
     return wire_dtype
-
-
-def _back(bundle: Bundle) -> int:
-    # Headers and blocks of the way back are told apart from those of the way there, also with virtual stages.
-    return (1 << 16) + bundle.stage
 
 
 def _varying(bundle: Bundle, microbatch: int, before: Metas, now: Metas) -> PipelineError:

@@ -18,16 +18,8 @@ from torch import Tensor, nn
 from lightning_cnnpar.partition.stage import Program, Stage
 from lightning_cnnpar.pipeline import wire
 from lightning_cnnpar.pipeline.errors import PipelineError
-from lightning_cnnpar.pipeline.exchange import (
-    Arrival,
-    GradientInbox,
-    GradientOutbox,
-    Inbox,
-    Outbox,
-    Vocabulary,
-    receive,
-    take,
-)
+from lightning_cnnpar.pipeline.exchange import Arrival, Inbox, Outbox, Vocabulary, receive, take
+from lightning_cnnpar.pipeline.gradients import GradientInbox, GradientOutbox
 from lightning_cnnpar.pipeline.microbatch import is_batched, split_leaf
 from lightning_cnnpar.pipeline.outputs import JoinedOutputs
 from lightning_cnnpar.pipeline.randomness import StageStreams

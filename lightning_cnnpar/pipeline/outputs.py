@@ -3,8 +3,8 @@
     large output    each microbatch leaves as soon as it is made and arrives where it belongs in the whole batch
     small output    joined first, sent once: for a few class scores the messages would cost more than the wait
 
-Only tensors with one entry per sample in dimension 0 can be joined. Others (a loss, a sum over the batch) show when they
-come out, on all ranks alike, and the batch then runs whole.
+Only tensors with one entry per sample in dimension 0 can be joined. Others (a loss, a sum over the batch) show when
+they come out, on all ranks alike, and the batch then runs whole.
 """
 
 from collections.abc import Sequence

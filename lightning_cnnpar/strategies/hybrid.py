@@ -11,7 +11,7 @@ end of fit, teardown    every rank's module is whole again             strategie
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,14 +19,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_cnnpar import _compat
-from lightning_cnnpar.checkpoint.gather import merge_foreign
-from lightning_cnnpar.checkpoint.optimizer import gather_optimizer_state, local_optimizer_state
 from lightning_cnnpar.config import (
     Balance,
     ConfigurationError,
@@ -43,16 +40,15 @@ from lightning_cnnpar.data_parallel.sync_batchnorm import (
 )
 from lightning_cnnpar.launchers.launch import make_launcher
 from lightning_cnnpar.launchers.watch import FailureWatch
-from lightning_cnnpar.mesh import DEFAULT_TIMEOUT, Mesh, create_mesh
+from lightning_cnnpar.mesh import DEFAULT_TIMEOUT, create_mesh
 from lightning_cnnpar.mirror import share_randomness
 from lightning_cnnpar.partition.ownership import canonical_names, named_tensors
 from lightning_cnnpar.plan import ParallelPlan
-from lightning_cnnpar.plugins.checkpoint_io import AtomicCheckpointIO
 from lightning_cnnpar.plugins.precision import HybridPrecision
+from lightning_cnnpar.strategies.checkpoints import CheckpointStrategy
 from lightning_cnnpar.strategies.collectives import (
     clip_grad_norm_over_stages,
     gather_metrics_over_data,
-    reduce_over_data,
     use_mesh,
 )
 from lightning_cnnpar.strategies.fitting import smallest_fitting_pipeline
@@ -63,7 +59,7 @@ from lightning_cnnpar.strategies.whole_weights import WholeWeights, module_copie
 __all__ = ["HybridStrategy"]
 
 
-class HybridStrategy(ParallelStrategy):
+class HybridStrategy(CheckpointStrategy):
     """Pipeline parallelism inside a replica, data parallelism between replicas, for an unmodified `LightningModule`.
 
     Args:
@@ -147,53 +143,8 @@ class HybridStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._start_method = start_method
-        self._num_nodes = 1
-        self._mesh: Mesh | None = None
-        self._networks: Networks | None = None
         self._watch: FailureWatch | None = None
         self._use_sampler = True
-
-    # ---- where this rank stands --------------------------------------------------------------------------------------
-
-    @property
-    def root_device(self) -> torch.device:
-        """Device of this rank."""
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes of the run; set by the Trainer."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks on each node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether there is more than one rank; Lightning asks before it reduces."""
-        return self.num_nodes * self.num_processes > 1
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """Backend of `torch.distributed`."""
-        return self._process_group_backend
-
-    @property
-    def mesh(self) -> Mesh:
-        """The grid of ranks; of one rank before the environment is set up."""
-        return self._mesh or Mesh()
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """For code that makes its own sampler: all ranks of a replica see the same samples."""
-        return {"num_replicas": self.mesh.data_size, "rank": self.mesh.data_rank}
 
     @property
     def plan(self) -> ParallelPlan:
@@ -202,7 +153,8 @@ class HybridStrategy(ParallelStrategy):
             return self._networks.plan()
         return ParallelPlan(pipeline_parallel_size=self.mesh.pipeline_size, data_parallel_size=self.mesh.data_size)
 
-    # ---- launch --------------------------------------------------------------------------------------------------------
+    # ---- launch
+    # --------------------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
         self._check_sizes()
@@ -266,11 +218,13 @@ class HybridStrategy(ParallelStrategy):
             return int(self.options.num_microbatches)
         return 2 * self.mesh.pipeline_size if self.mesh.pipeline_size > 1 else 1
 
-    # ---- setup ---------------------------------------------------------------------------------------------------------
+    # ---- setup
+    # ---------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
         """Prepare module, precision, optimizers and interception for one run of the Trainer."""
-        assert self.accelerator is not None and self.lightning_module is not None
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         module = self.lightning_module
@@ -297,13 +251,15 @@ class HybridStrategy(ParallelStrategy):
 
     def _distribute(self, trainer: Any, fitting: bool) -> None:
         precision = self.precision_plugin
+        module = self.lightning_module
+        assert module is not None
         self._networks = Networks(
-            self.lightning_module,
+            module,
             mesh=self.mesh,
             options=self.options,
             num_microbatches=self.num_microbatches,
             device=self.root_device,
-            copies=lambda: module_copies(trainer.callbacks, self.lightning_module),
+            copies=lambda: module_copies(trainer.callbacks, module),
             optimizers=self._plain_optimizers,
             wire_dtype=getattr(precision, "wire_dtype", None),
             announce=rank_zero_info,
@@ -355,7 +311,8 @@ class HybridStrategy(ParallelStrategy):
         stage = _compat.loader_stage(default=str(getattr(getattr(trainer, "state", None), "stage", None) or "train"))
         return distribute_loader(dataloader, self.mesh, stage=stage, use_sampler=self._use_sampler)
 
-    # ---- steps ---------------------------------------------------------------------------------------------------------
+    # ---- steps
+    # ---------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's training step on this rank."""
@@ -423,11 +380,6 @@ class HybridStrategy(ParallelStrategy):
             device=self.root_device,
         )
 
-    def any_rank(self, flag: Tensor) -> None:
-        """Replace `flag` by its maximum over all ranks, in place."""
-        if self.mesh.world_size > 1:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-
     @contextlib.contextmanager
     def whole_module(self) -> Iterator[nn.Module]:
         """The LightningModule with the weights of all stages, to export it, draw its graph or read weights.
@@ -442,131 +394,8 @@ class HybridStrategy(ParallelStrategy):
         with self._networks.whole() as module:
             yield module
 
-    # ---- collectives ---------------------------------------------------------------------------------------------------
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the replicas; ranks of one replica hold the same value already."""
-        return reduce_over_data(tensor, self.mesh, group, reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Stack the values of all replicas: shape (D, ...)."""
-        if group is None and self.mesh.data_size == 1:
-            return tensor.unsqueeze(0) if self.mesh.world_size > 1 else tensor
-        return super().all_gather(tensor, group if group is not None else self.mesh.data_group, sync_grads)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
-        if dist.is_initialized() and self.is_distributed:
-            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Give every rank the object of rank `src`."""
-        if not dist.is_initialized() or not self.is_distributed:
-            return obj
-        message = [obj]
-        dist.broadcast_object_list(message, src)
-        return message[0]
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  (Lightning's name)
-        """Whether all ranks, or any rank, decided so."""
-        if self.mesh.world_size == 1:
-            return decision
-        flag = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
-        return bool(flag)
-
-    # ---- checkpoints ---------------------------------------------------------------------------------------------------
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """How checkpoint files are written; atomically unless the user chose otherwise."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
-        elif _compat.is_wrapping_checkpoint_io(self._checkpoint_io) and self._checkpoint_io.checkpoint_io is None:
-            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._checkpoint_io = io
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state of the whole module on rank 0; on other ranks that of their stage."""
-        assert self.lightning_module is not None
-        state: dict[str, Any] = self.lightning_module.state_dict()
-        return self._merged(state)
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The state of all parameters under the indices of one process on rank 0; on other ranks that of their stage."""
-        plain = getattr(optimizer, "optimizer", optimizer)
-        state = super().optimizer_state(plain)
-        if self._networks is None or not self._may_communicate() or self.mesh.pipeline_size == 1:
-            return state
-        return (
-            gather_optimizer_state(state, self._owner_of_index(plain), self.mesh) if self._is_first_replica else state
-        )
-
-    def _owner_of_index(self, optimizer: torch.optim.Optimizer) -> list[int | None]:
-        assert self.lightning_module is not None and self._networks is not None
-        names = canonical_names(self.lightning_module)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return [self._networks.ownership.owner(names.get(id(parameter), "")) for parameter in parameters]
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the states of this rank's parameters from the file of a single process."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            if self._networks is not None and self.mesh.pipeline_size > 1:
-                state = local_optimizer_state(state, self._owner_of_index(optimizer), self.mesh.pipeline_rank)
-            optimizer.load_state_dict(state)
-        _compat.optimizers_to_device(self.optimizers, self.root_device)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the full weights; a rank takes those of its stage."""
-        assert self.lightning_module is not None
-        self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint of any layout."""
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        key = getattr(self.precision_plugin, "checkpoint_key", None)
-        if key in checkpoint:
-            checkpoint[type(self.precision_plugin).__qualname__] = checkpoint[key]
-        return checkpoint
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write the file that one process would write; every rank calls this.
-
-        After an error the stages of other ranks can't be collected any more: nothing is written then, and a warning says
-        so, since waiting for ranks that are gone would not end.
-        """
-        if self.mesh.pipeline_size > 1 and not self._may_communicate():
-            rank_zero_info(
-                f"{filepath} was not saved: after an error, the weights of the other pipeline stages can't be collected."
-                f" The last checkpoint written before is intact."
-            )
-            return
-        key = getattr(self.precision_plugin, "checkpoint_key", None)
-        own = type(self.precision_plugin).__qualname__
-        if key is not None and key != own and own in checkpoint:
-            checkpoint[key] = checkpoint.pop(own)
-        super().save_checkpoint(self._merged(checkpoint), filepath, storage_options)
-
-    def _merged(self, state: dict[str, Any]) -> dict[str, Any]:
-        if not self._is_first_replica or not self._may_communicate():
-            return state
-        merged: dict[str, Any] = merge_foreign(state, self.mesh)
-        return merged
-
-    @property
-    def _is_first_replica(self) -> bool:
-        return self.mesh.data_rank == 0
-
-    def _may_communicate(self) -> bool:
-        """Whether the other ranks can be expected in a collective: not after an error."""
-        trainer = getattr(self.lightning_module, "_trainer", None)
-        return trainer is None or not trainer.interrupted
-
-    # ---- end -----------------------------------------------------------------------------------------------------------
+    # ---- end
+    # -----------------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, or learn which one failed first."""
@@ -614,6 +443,3 @@ class HybridStrategy(ParallelStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Names are registered by `lightning_cnnpar_autoload`."""
-
-
-_Factory = Callable[..., HybridStrategy]

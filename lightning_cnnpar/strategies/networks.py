@@ -235,11 +235,11 @@ class Networks:
 
     def _worth_cutting(self, module: nn.Module) -> bool:
         if self._options.network is not None:
-            return self._names[id(module)] == self._options.network
+            return bool(self._names[id(module)] == self._options.network)
         if self._num_microbatches > 1 and self._mesh.pipeline_size == 1:
             return True
         size = sum(parameter.numel() for parameter in module.parameters())
-        return size >= SMALL_SHARE * self._total
+        return bool(size >= SMALL_SHARE * self._total)
 
     def _make_network(self, module: nn.Module) -> _Found:
         name = self._names[id(module)] or type(module).__name__

@@ -356,6 +356,18 @@ def test_uneven_data_ends_everywhere_at_once(kind, pipeline_size):
     assert told[0] in by_rank[0][1]
 
 
+def _shared_list_on(rank: int, world_size: int) -> Any:
+    """Loaders that aren't sharded, as with `use_distributed_sampler=False`."""
+    mesh = create_mesh(2, 1)
+    with warnings.catch_warnings(record=True):
+        return [int(batch) for batch in mirror_loader(DataLoader(range(3 + rank)), mesh, training=True)]
+
+
+@pytest.mark.case("C36")
+def test_loaders_that_are_not_sharded_end_together_too():
+    assert run_ranks(2, _shared_list_on) == [[0, 1, 2]] * 2
+
+
 @pytest.mark.case("C36")
 def test_evaluation_needs_no_agreement():
     assert run_ranks(2, _uneven_on, 1, "evaluation") == [([0, 1, 2, 3, 4], []), ([0, 1, 2], [])]

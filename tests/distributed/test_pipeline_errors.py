@@ -80,8 +80,8 @@ def test_an_error_in_a_stage_says_where() -> None:
     other, own = run_ranks(2, _fail)
     assert own[0] == "no such thing"
     assert own[1] == (
-        "Raised in the forward of stage 1 on rank 1 of the replica, microbatch 1 of 2, network 'model' in training_step,"
-        " batch 7, call 1 (train, grad, 8 samples in 2 microbatches)."
+        "Raised in the forward of stage 1 on rank 1 of the replica, microbatch 1 of 2, network 'model' in"
+        " training_step, batch 7, call 1 (train, grad, 8 samples in 2 microbatches)."
     )
     assert "rank 1" in other[0]
 

@@ -1,5 +1,6 @@
 """The collective call against the network in one piece: outputs, every gradient, every buffer, in float64."""
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -127,13 +128,17 @@ def test_frozen_stages() -> None:
     run_ranks(3, _freeze)
 
 
+def _loss_of(output: str, outputs: Any) -> torch.Tensor:
+    return mean_square(outputs[output])
+
+
 def _use_one_output(rank: int, world_size: int) -> None:
     """What no path leads from to the loss has no gradient: `None`, not zeros, on every rank."""
     torch.set_default_dtype(torch.float64)
     mesh = create_mesh(1, world_size)
     for output in ("out", "aux"):
         pair = Pair(skips(), [0, 2, 5], [0, 1, 2], 3, mesh=mesh)
-        pair.step(images(), loss=lambda outputs, name=output: outputs[name].square().mean())
+        pair.step(images(), loss=functools.partial(_loss_of, output))
         pair.zero_grad()
         pair.step(images())
 
@@ -148,8 +153,8 @@ def _call_twice(rank: int, world_size: int) -> None:
     pair = Pair(skips(), [0, 3], [0, 1], 2)
     for _ in range(2):
         (one, one_expected), (two, two_expected) = pair.call(images()), pair.call(images(4))
-        (mean_square(one) * mean_square(two)).backward()
-        (mean_square(one_expected) * mean_square(two_expected)).backward()
+        product = mean_square(one) * mean_square(two)
+        torch.autograd.backward([product, mean_square(one_expected) * mean_square(two_expected)])
         pair.check()
     # One that is never differentiated.
     pair.call(images())
@@ -165,14 +170,14 @@ def _retain(rank: int, world_size: int) -> None:
     pair = Pair(skips(), [0, 2, 4, 6], [0, 1, 0, 1], 3)
     out, expected = pair.call(images())
     for outputs in (out, expected):
-        mean_square(outputs).backward(retain_graph=True)
+        torch.autograd.backward(mean_square(outputs), retain_graph=True)
         outputs["aux"].sum().backward(retain_graph=True)
         outputs["out"].sum().backward()
     pair.check()
     with pytest.raises(
         RuntimeError, match=r"second time through network 'model' in training_step, batch 0.*retain_graph"
     ):
-        mean_square(out).backward()
+        torch.autograd.backward(mean_square(out))
 
 
 def test_retain_graph() -> None:

@@ -69,10 +69,10 @@ def test_copies_are_of_the_users_loader(duplicate):
 def test_attributes_that_cannot_be_set():
     loader = Own("here")
     with pytest.raises(ValueError, match="attribute should not be set"):
-        loader.dataset = [5]
-    assert list(copy_loader(loader, dataset=[5])) == [15]
-    layered = copy_loader(add_layer(loader, Doubling()), dataset=[6])
-    assert list(layered) == [32]
+        loader.dataset = [5, 6, 7]
+    assert list(copy_loader(loader, dataset=[5, 6, 7])) == [15, 16, 17]
+    layered = copy_loader(add_layer(loader, Doubling()), dataset=[6, 7, 8])
+    assert list(layered) == [32, 34, 36]
     assert list(loader) == [11, 12, 13]
 
 

@@ -303,7 +303,7 @@ def test_a_distributed_sampler_must_fit():
         return DataLoader(Numbers(8), sampler=sampler, batch_size=2)
 
     fitting = make(2, 1)
-    assert shard_loader(fitting, _mesh(2, 1), training=True) is fitting
+    assert shard_loader(fitting, _mesh(2, 1), training=False) is fitting
     for wrong in (make(4, 1), make(2, 0)):
         with pytest.raises(ValueError, match=r"num_replicas=2, rank=1"):
             shard_loader(wrong, _mesh(2, 1), training=True)
@@ -327,7 +327,7 @@ def test_data_sets_of_different_size_are_named():
 @pytest.mark.case("C48")
 def test_a_stream_is_left_alone_with_a_warning():
     with pytest.warns(UserWarning, match="`Stream` can't be divided among the 2 replicas"):
-        loader = shard_loader(DataLoader(Stream(), batch_size=2), _mesh(2), training=True)
+        loader = shard_loader(DataLoader(Stream(), batch_size=2), _mesh(2), training=False)
     assert len(_ids(loader)) == 5
     declared = Stream()
     declared.shards_itself = True

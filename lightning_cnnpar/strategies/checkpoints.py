@@ -1,0 +1,113 @@
+"""Checkpoints of a strategy whose ranks hold stages: one file, as a single process would write it."""
+
+from abc import ABC
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_cnnpar import _compat
+from lightning_cnnpar.checkpoint.gather import merge_foreign
+from lightning_cnnpar.checkpoint.optimizer import gather_optimizer_state, local_optimizer_state
+from lightning_cnnpar.partition.ownership import canonical_names
+from lightning_cnnpar.plugins.checkpoint_io import AtomicCheckpointIO
+from lightning_cnnpar.strategies.grid import GridStrategy
+from lightning_cnnpar.strategies.networks import Networks
+
+
+class CheckpointStrategy(GridStrategy, ABC):
+    """Collects the stages of the first replica on rank 0 to write, and gives each rank its stage to read."""
+
+    _networks: Networks | None = None
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """How checkpoint files are written; atomically unless the user chose otherwise."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        else:
+            _compat.complete_wrapping_checkpoint_io(self._checkpoint_io, AtomicCheckpointIO)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The state of the whole module on rank 0; on other ranks that of their stage."""
+        assert self.lightning_module is not None
+        state: dict[str, Any] = self.lightning_module.state_dict()
+        return self._merged(state)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """All parameters' state under the indices of one process on rank 0; on other ranks that of their stage."""
+        plain = getattr(optimizer, "optimizer", optimizer)
+        state = super().optimizer_state(plain)
+        if self._networks is None or not self._may_communicate() or self.mesh.pipeline_size == 1:
+            return state
+        return (
+            gather_optimizer_state(state, self._owner_of_index(plain), self.mesh) if self._is_first_replica else state
+        )
+
+    def _owner_of_index(self, optimizer: torch.optim.Optimizer) -> list[int | None]:
+        assert self.lightning_module is not None
+        assert self._networks is not None
+        names = canonical_names(self.lightning_module)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [self._networks.ownership.owner(names.get(id(parameter), "")) for parameter in parameters]
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the states of this rank's parameters from the file of a single process."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            if self._networks is not None and self.mesh.pipeline_size > 1:
+                state = local_optimizer_state(state, self._owner_of_index(optimizer), self.mesh.pipeline_rank)
+            optimizer.load_state_dict(state)
+        _compat.optimizers_to_device(self.optimizers, self.root_device)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the full weights; a rank takes those of its stage."""
+        assert self.lightning_module is not None
+        self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint of any layout."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        key = getattr(self.precision_plugin, "checkpoint_key", None)
+        if key in checkpoint:
+            checkpoint[type(self.precision_plugin).__qualname__] = checkpoint[key]
+        return checkpoint
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write the file that one process would write; every rank calls this.
+
+        After an error the stages of other ranks can't be collected any more: nothing is written then, and a warning
+        says so, since waiting for ranks that are gone would not end.
+        """
+        if self.mesh.pipeline_size > 1 and not self._may_communicate():
+            rank_zero_info(
+                f"{filepath} was not saved: after an error, the weights of the other pipeline stages can't be"
+                f" collected. The last checkpoint written before is intact."
+            )
+            return
+        key = getattr(self.precision_plugin, "checkpoint_key", None)
+        own = type(self.precision_plugin).__qualname__
+        if key is not None and key != own and own in checkpoint:
+            checkpoint[key] = checkpoint.pop(own)
+        super().save_checkpoint(self._merged(checkpoint), filepath, storage_options)
+
+    def _merged(self, state: dict[str, Any]) -> dict[str, Any]:
+        if not self._is_first_replica or not self._may_communicate():
+            return state
+        merged: dict[str, Any] = merge_foreign(state, self.mesh)
+        return merged
+
+    @property
+    def _is_first_replica(self) -> bool:
+        return self.mesh.data_rank == 0
+
+    def _may_communicate(self) -> bool:
+        """Whether the other ranks can be expected in a collective: not after an error."""
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        return trainer is None or not trainer.interrupted
