@@ -26,7 +26,7 @@ docs: $(READY)
 	@echo "docs/_build/index.html"
 
 bench: $(READY)
-	@for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+	@for script in $(basename $(filter-out benchmarks/__init__.py,$(wildcard benchmarks/*.py))); do $(BIN)/python -m $$(echo $$script | tr / .) || exit 1; done
 
 $(READY): pyproject.toml constraints.txt
 	@echo "Preparing .venv (a few minutes the first time)"

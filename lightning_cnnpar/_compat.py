@@ -3,11 +3,13 @@
 Nothing else in the package may touch a name that starts with an underscore in another project.
 """
 
+import contextlib
 import copy
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -270,3 +272,37 @@ def tensor_version(tensor: Tensor) -> int:
 def module_hooks(module: torch.nn.Module) -> list[Any]:
     """The forward hooks and forward pre-hooks of a module itself (torch 2.14)."""
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
+@contextlib.contextmanager
+def intercepted_checkpointing(decide: Callable[..., Any]) -> Iterator[None]:
+    """Let `decide(original, function, args, kwargs, options)` carry out `torch.utils.checkpoint.checkpoint` (torch 2.14).
+
+    Before 2.14 nothing is intercepted.
+    """
+    from torch.utils import checkpoint as home
+
+    original = getattr(home, "_checkpoint_impl", None)
+    if original is None:
+        yield
+        return
+
+    def checkpoint(function: Any, args: Any, kwargs: Any, **options: Any) -> Any:
+        return decide(original, function, args, kwargs, options)
+
+    with mock.patch.object(home, "_checkpoint_impl", checkpoint):
+        yield
+
+
+@contextlib.contextmanager
+def checked_autograd_functions(check: Callable[[Any], None]) -> Iterator[None]:
+    """Call `check` with the arguments of each `torch.autograd.Function.apply`, before it runs (torch 2.14)."""
+    home: Any = torch._functorch.utils
+    original = home.unwrap_dead_wrappers
+
+    def unwrap(args: Any) -> Any:
+        check(args)
+        return original(args)
+
+    with mock.patch.object(home, "unwrap_dead_wrappers", unwrap):
+        yield

@@ -8,7 +8,7 @@ assert_same(record, oracle)                 every gradient of every step, parame
 import dataclasses
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,9 @@ class Case:
         seed: Of everything.
         shuffle: Whether the training loader shuffles.
         double: Train in float64.
+        loaders: Makes the loaders for a number of replicas, in place of those from `train`, `val` and `batch`.
+        options: More arguments of `HybridStrategy`, beside those of the layout.
+        after: Called with the Trainer and the module when training is over, on every rank; its result is noted.
     """
 
     module: Callable[[], pl.LightningModule]
@@ -61,11 +64,18 @@ class Case:
     seed: int = 1
     shuffle: bool = False
     double: bool = True
+    loaders: Callable[[int], dict[str, Any]] | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    after: Callable[[pl.Trainer, pl.LightningModule], Any] | None = None
 
 
 @dataclasses.dataclass
 class Record:
-    """What a run left behind. Gradients are those that the optimizer saw, by step."""
+    """What a run left behind. Gradients are those that the optimizer saw, by step.
+
+    `extra` is the module's attribute of that name, and `after` what the function of the case returned; of a run on
+    several ranks, lists with an entry for each rank. `warnings` are those of the first rank.
+    """
 
     gradients: list[dict[str, Tensor]] = dataclasses.field(default_factory=list)
     state: dict[str, Tensor] = dataclasses.field(default_factory=dict)
@@ -73,6 +83,8 @@ class Record:
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     checkpoint: dict[str, Any] = dataclasses.field(default_factory=dict)
     extra: Any = None
+    after: Any = None
+    warnings: list[str] = dataclasses.field(default_factory=list)
 
 
 class Recorder(pl.Callback):
@@ -145,7 +157,16 @@ def fit_alone(case: Case) -> Record:
 
 def fit_on_ranks(case: Case, layout: Layout, timeout: float = 110) -> Record:
     """Train on P x D ranks. Gradients are merged over the stages, and must be equal on all replicas."""
-    records: list[Record] = run_ranks(layout.world, _fit_rank, case, layout, timeout=timeout)
+    return fit_several_on_ranks([case], layout, timeout)[0]
+
+
+def fit_several_on_ranks(cases: Sequence[Case], layout: Layout, timeout: float = 110) -> list[Record]:
+    """Train one case after the other on the same ranks, each with a Trainer of its own."""
+    by_rank: list[list[Record]] = run_ranks(layout.world, _fit_rank, list(cases), layout, timeout=timeout)
+    return [_merge(list(records), layout) for records in zip(*by_rank, strict=True)]
+
+
+def _merge(records: list[Record], layout: Layout) -> Record:
     for rank, record in enumerate(records):
         replica_zero = records[rank % layout.pipeline]
         assert len(record.gradients) == len(replica_zero.gradients)
@@ -159,6 +180,7 @@ def fit_on_ranks(case: Case, layout: Layout, timeout: float = 110) -> Record:
         for step, gradients in enumerate(record.gradients):
             merged.gradients[step].update(gradients)
     merged.extra = [record.extra for record in records]
+    merged.after = [record.after for record in records]
     return merged
 
 
@@ -184,6 +206,26 @@ def assert_same_tensors(own: dict[str, Tensor], other: dict[str, Tensor], tolera
         assert own[name].dtype == other[name].dtype, name
         difference = float((own[name].double() - other[name].double()).abs().max()) if own[name].numel() else 0.0
         assert difference <= tolerance, f"{name}: off by {difference:.3g}"
+
+
+def assert_same_tree(own: Any, other: Any, where: str = "checkpoint", tolerance: float = TOLERANCE) -> None:
+    """Hold nested containers against others: types, keys and their order, tensors with dtype and strides."""
+    assert type(own) is type(other), where
+    if isinstance(other, Tensor):
+        assert (own.shape, own.dtype, own.stride()) == (other.shape, other.dtype, other.stride()), where
+        assert torch.allclose(own, other, rtol=0, atol=tolerance), where
+    elif isinstance(other, dict):
+        assert list(own) == list(other), where
+        for key in other:
+            assert_same_tree(own[key], other[key], f"{where}[{key!r}]", tolerance)
+    elif isinstance(other, (list, tuple)):
+        assert len(own) == len(other), where
+        for i, (one, two) in enumerate(zip(own, other, strict=True)):
+            assert_same_tree(one, two, f"{where}[{i}]", tolerance)
+    elif isinstance(other, float):
+        assert own == other or abs(own - other) <= max(tolerance, 1e-6 * abs(other)), where
+    else:
+        assert own == other, where
 
 
 def assert_same_values(own: dict[str, float], other: dict[str, float], tolerance: float, where: str) -> None:
@@ -220,6 +262,8 @@ def make_trainer(case: Case, strategy: Any, world: int, folder: str, record: Rec
 
 def loaders(case: Case, replicas: int) -> dict[str, Any]:
     """Loaders with the batch of one replica."""
+    if case.loaders is not None:
+        return case.loaders(replicas)
     batch = case.batch // replicas
     found: dict[str, Any] = {"train_dataloaders": DataLoader(case.train(), batch, shuffle=case.shuffle)}
     if case.val is not None:
@@ -227,10 +271,22 @@ def loaders(case: Case, replicas: int) -> dict[str, Any]:
     return found
 
 
-def _fit_rank(rank: int, world: int, case: Case, layout: Layout) -> Record:
-    warnings.simplefilter("ignore")
-    options = {"pipeline_parallel_size": layout.pipeline, "data_parallel_size": layout.data, **layout.options}
-    return _fit(case, HybridStrategy(**options), layout)
+def _fit_rank(rank: int, world: int, cases: list[Case], layout: Layout) -> list[Record]:
+    return [_fit_noting_warnings(case, layout) for case in cases]
+
+
+def _fit_noting_warnings(case: Case, layout: Layout) -> Record:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        record = _fit(case, make_strategy(layout, **case.options), layout)
+    record.warnings = [str(warning.message) for warning in caught]
+    return record
+
+
+def make_strategy(layout: Layout, **more: Any) -> HybridStrategy:
+    """The strategy of a layout."""
+    sizes = {"pipeline_parallel_size": layout.pipeline, "data_parallel_size": layout.data}
+    return HybridStrategy(**{**sizes, **layout.options, **more})
 
 
 def _fit(case: Case, strategy: Any, layout: Layout | None = None) -> Record:
@@ -245,7 +301,9 @@ def _fit(case: Case, strategy: Any, layout: Layout | None = None) -> Record:
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
             record.checkpoint = torch.load(path, weights_only=False)
-    record.state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
-    record.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    record.extra = getattr(module, "extra", None)
+        record.state = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+        record.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        record.extra = getattr(module, "extra", None)
+        if case.after is not None:
+            record.after = case.after(trainer, module)
     return record

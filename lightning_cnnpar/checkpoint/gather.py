@@ -22,7 +22,12 @@ class _TensorHere:
     """Stands in a pickled structure where a tensor is sent beside it."""
 
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_TensorHere":
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def send_tree(value: Any, mesh: Mesh, destination: int) -> None:
@@ -34,8 +39,9 @@ def send_tree(value: Any, mesh: Mesh, destination: int) -> None:
         destination: Index in the replica.
     """
     leaves, spec = tree.flatten(value)
-    tensors = [leaf.detach().cpu().contiguous() for leaf in leaves if isinstance(leaf, Tensor)]
-    described = [_TensorHere(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    leaves = [_dense(leaf.detach().cpu()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    described = [_TensorHere.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     rank = mesh.global_rank(destination)
     dist.send_object_list([spec, described], dst=rank, group=mesh.control_group)
     for tensor in tensors:
@@ -51,7 +57,7 @@ def receive_tree(mesh: Mesh, source: int) -> Any:
     spec, leaves = message
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, _TensorHere):
-            leaves[i] = torch.empty(leaf.shape, dtype=leaf.dtype)
+            leaves[i] = torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype)
             if leaves[i].numel():
                 dist.recv(as_bytes(leaves[i]), src=rank, group=mesh.control_group)
     return tree.unflatten(spec, leaves)
@@ -102,7 +108,7 @@ def broadcast_from_owners(tensors: Mapping[str, Tensor], mesh: Mesh, owners: Map
             own = mesh.pipeline_rank == owner
             # The memory format is kept: a placeholder has the strides of the tensor it stands for.
             value = here.detach().cpu() if own else torch.empty_like(_plain(here), device="cpu")
-            value = value if is_dense(value) else value.contiguous()
+            value = _dense(value)
             if value.numel():
                 dist.broadcast(as_bytes(value), src=mesh.global_rank(owner), group=mesh.control_group)
             if not own:
@@ -126,6 +132,11 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The tensor in its memory format, such as channels_last, or contiguous if it has gaps."""
+    return tensor if is_dense(tensor) else tensor.contiguous()
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -21,15 +21,26 @@ def gather_optimizer_state(
 
     Returns:
         On `destination` the state dict that one process would give; on other ranks `state`.
+
+    Raises:
+        RuntimeError: If the ranks have different parameter groups, so that indices mean different parameters.
     """
-    entries = state["state"]
+    entries, sizes = state["state"], [len(group["params"]) for group in state["param_groups"]]
     if mesh.pipeline_rank != destination:
-        send_tree({i: entries[i] for i in _owned(owners, mesh.pipeline_rank) if i in entries}, mesh, destination)
+        own = {i: entries[i] for i in _owned(owners, mesh.pipeline_rank) if i in entries}
+        send_tree((sizes, own), mesh, destination)
         return state
     merged = {i: entry for i, entry in entries.items() if not isinstance(i, int) or owners[i] in (None, destination)}
     for source in range(mesh.pipeline_size):
         if source != destination:
-            merged.update(receive_tree(mesh, source))
+            theirs, received = receive_tree(mesh, source)
+            if theirs != sizes:
+                raise RuntimeError(
+                    f"An optimizer has groups of {sizes} parameters on rank {destination} of the replica and of"
+                    f" {theirs} on rank {source}: add parameters and groups on every rank alike, whatever their values"
+                    f" and whether they are placeholders of another stage."
+                )
+            merged.update(received)
     ordered = dict(sorted(merged.items(), key=lambda item: (not isinstance(item[0], int), item[0])))
     return {**state, "state": ordered}
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lightning_cnnpar._compat import sync_batch_norm
+from lightning_cnnpar._compat import is_fake, sync_batch_norm
 
 _LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, *_LAZY)
@@ -83,7 +83,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         factor = self._count_batch()
         mean, var = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
         group = _group
-        if group is None or dist.get_world_size(group) == 1:
+        # A network that is being traced gives tensors without values: there is nothing to share, and nobody to share with.
+        if group is None or dist.get_world_size(group) == 1 or is_fake(input):
             self.last_count = _count(input)
             return F.batch_norm(input, mean, var, self.weight, self.bias, True, factor, self.eps)
         if input.is_cuda:

@@ -1,7 +1,10 @@
 """How the ranks of a node start: Lightning's own launchers, with a check before the first process."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
+
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from lightning_cnnpar._compat import multi_processing_launcher, subprocess_script_launcher
 from lightning_cnnpar.config import StartMethod
@@ -19,6 +22,12 @@ class Launchable(Protocol):
 
     def check_before_launch(self) -> None:
         """Refuse a run that can be seen to fail."""
+
+    def describe_rank(self, local_rank: int) -> str:
+        """Rank, replica and stage of a process of this node, in words."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks that this one failed."""
 
 
 def make_launcher(strategy: Any, start_method: StartMethod) -> Any:
@@ -50,4 +59,18 @@ class CheckedProcessLauncher(_MultiProcessingLauncher):  # type: ignore[misc, va
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Check, start all ranks, return what rank 0 returned."""
         self._strategy.check_before_launch()
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        try:
+            reporting = functools.partial(_run_and_report, function, self._strategy)
+            return super().launch(reporting, *args, trainer=trainer, **kwargs)
+        except (ProcessExitedException, ProcessRaisedException) as error:
+            error.add_note(f"That process was {self._strategy.describe_rank(error.error_index)}.")
+            raise
+
+
+def _run_and_report(function: Callable[..., Any], strategy: Launchable, *args: Any, **kwargs: Any) -> Any:
+    """Run the Trainer in a started process: there, Lightning leaves it to the launcher to notice exceptions."""
+    try:
+        return function(*args, **kwargs)
+    except BaseException as error:
+        strategy.on_exception(error)
+        raise

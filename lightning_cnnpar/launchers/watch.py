@@ -57,6 +57,12 @@ class Failure:
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.place}, PID {self.pid} on {self.host}) failed:\n{self.cause}"
 
+    @property
+    def brief(self) -> str:
+        """The same on one line: what was raised, without the way there."""
+        raised = [line for line in self.cause.splitlines() if line and not line.startswith(" ")] or [self.cause]
+        return f"rank {self.rank} ({self.place}, PID {self.pid} on {self.host}) failed: {raised[-1]}"
+
 
 class FailureWatch:
     """Tells the other ranks when this one fails, and this one when another does.
@@ -90,6 +96,8 @@ class FailureWatch:
         if first is None:
             cause = "".join(traceback.format_exception(exception))
             self._write(dataclasses.replace(self._self, cause=cause))
+            # Every rank looks once in a period: they say why they stop before they lose the connection to this one.
+            time.sleep(1.2 * PERIOD)
             return None
         self._stop.set()
         return None if first.rank == self._rank else first
@@ -113,7 +121,8 @@ class FailureWatch:
             return  # rank 0 keeps the store and may be done already
 
     def _watch(self) -> None:
-        while not self._stop.wait(PERIOD):
+        # Until all ranks are known, look often: only then can a loss be named.
+        while not self._stop.wait(PERIOD if self._knows_all() else PERIOD / 10):
             self._check_neighbours()
             failure = self._read()
             if failure is not None and failure.rank != self._rank:
@@ -124,7 +133,9 @@ class FailureWatch:
                 return
 
     def _announce(self, failure: Failure) -> None:
-        sys.stderr.write(f"[rank {self._rank}] stops because {failure}\n")
+        # One rank shows the traceback for all.
+        speaks = self._rank == (1 if failure.rank == 0 else 0)
+        sys.stderr.write(f"[rank {self._rank}] stops because {failure if speaks else failure.brief}\n")
         sys.stderr.flush()
 
     def _read(self) -> Failure | None:
@@ -156,13 +167,16 @@ class FailureWatch:
     def _check_neighbours(self) -> None:
         """Look whether the processes of other ranks on this host are alive."""
         with contextlib.suppress(RuntimeError):  # no store any more: `_read` says what that means
-            if len(self._neighbours) < self._world - 1:
+            if not self._knows_all():
                 self._neighbours = self._find_neighbours()
             for neighbour in self._neighbours:
                 if neighbour.host != self._self.host or _is_alive(neighbour.pid):
                     continue
                 if not self._store.check([self._key(_DONE, neighbour.rank)]) and self._read() is None:
                     self._write(dataclasses.replace(neighbour, cause="its process is gone (killed, or out of memory)"))
+
+    def _knows_all(self) -> bool:
+        return len(self._neighbours) == self._world - 1
 
     def _find_neighbours(self) -> list[Failure]:
         keys = [self._key(_MEMBER, rank) for rank in range(self._world) if rank != self._rank]

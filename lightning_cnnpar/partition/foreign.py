@@ -45,7 +45,8 @@ _VALUE_METHODS = frozenset(
         "backward",
     }
 )
-_CLIPPING = frozenset({"clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_"})
+# The last one is Lightning's utility to log norms.
+_NORMS = frozenset({"clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_", "grad_norm"})
 
 
 class ForeignTensorError(RuntimeError):
@@ -118,9 +119,10 @@ def _error(tensor: Foreign, what: str) -> ForeignTensorError:
     return ForeignTensorError(
         f"{tensor.foreign_name!r} (shape {tuple(tensor.shape)}) {what}: its values are on rank {tensor.owner} of the"
         f" replica, which holds that pipeline stage. Code that reads parameters of the network outside of the network's"
-        f" own forward sees only its own stage. Use `with trainer.strategy.whole_module():` to read weights,"
-        f" `trainer.strategy.clip_grad_norm_(...)` for gradient norms, the optimizer's `weight_decay` for an L2"
-        f" penalty, or compute the term inside the network's forward."
+        f" own forward sees only its own stage. If the step reads it beside a network that it calls, name that network:"
+        f" `HybridStrategy(network=...)`; what is around it then stays on every rank. Otherwise use"
+        f" `with trainer.strategy.whole_module():` to read weights, `trainer.strategy.clip_grad_norm_(...)` for gradient"
+        f" norms, the optimizer's `weight_decay` for an L2 penalty, or compute the term inside the network's forward."
     )
 
 
@@ -129,6 +131,9 @@ def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     foreign = next(iter(_foreign_in(itertools.chain(args, kwargs.values()))))
     if name == _GETTER:
         return _get_attribute(func, args, foreign)
+    if name == "equal":
+        # `torch.equal(p, q)` is how Lightning's finetuning asks whether an optimizer has a parameter already.
+        return args[0] is args[1]
     if name in _VALUE_METHODS:
         raise _error(foreign, f"was asked for its values by `{name}`")
     if name.startswith("_foreach") and isinstance(args[0], (list, tuple)):
@@ -148,7 +153,7 @@ def _dispatch(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 
 def _get_attribute(func: Callable[..., Any], args: Sequence[Any], foreign: Foreign) -> Any:
     if getattr(getattr(func, "__self__", None), "__name__", "") == "grad":
-        _warn_about_local_clipping()
+        _warn_about_local_norm()
     with disable_torch_function():
         result = func(*args)
     return _taint(result, foreign)
@@ -224,18 +229,18 @@ def _foreign_in(values: Iterable[Any]) -> Iterable[Foreign]:
     return (value for value in _tensors_in(values) if isinstance(value, Foreign))
 
 
-def _warn_about_local_clipping() -> None:
-    """A clip by hand over `parameters()` sees the gradients of one stage only; say so once, at the place."""
+def _warn_about_local_norm() -> None:
+    """A norm by hand over `parameters()` sees the gradients of one stage only; say so once, at the place."""
     frame = sys._getframe(4)
     for _ in range(4):
         if frame is None:
             return
-        if frame.f_code.co_name in _CLIPPING:
+        if frame.f_code.co_name in _NORMS:
             warnings.warn(
-                "torch.nn.utils.clip_grad_norm_ was called over parameters of which some are on other pipeline stages:"
+                f"{frame.f_code.co_name} was called over parameters of which some are on other pipeline stages:"
                 " it sees the gradients of this stage only, so the norm is too small. Use"
                 " `Trainer(gradient_clip_val=...)`, `self.clip_gradients(...)` or"
-                " `trainer.strategy.clip_grad_norm_(parameters, max_norm)`.",
+                " `trainer.strategy.clip_grad_norm_(parameters, max_norm)`, which returns the norm of all stages.",
                 stacklevel=6,
             )
             return

@@ -161,7 +161,12 @@ class Assembler:
                     function=function,
                 )
             )
-        return Program(stages=tuple(stages), num_outputs=len(outputs), assembly=self._assembly(outputs))
+        return Program(
+            stages=tuple(stages),
+            num_outputs=len(outputs),
+            is_batched=self._traced.is_batched,
+            assembly=self._assembly(outputs),
+        )
 
     def _output_nodes(self, home: Mapping[fx.Node, int]) -> list[fx.Node]:
         found: dict[fx.Node, None] = {}

@@ -7,6 +7,7 @@ type, be iterated, measured and written into, and answer questions about sizes.
 import dis
 import inspect
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,15 +15,20 @@ from torch import Tensor, fx
 
 from lightning_cnnpar.partition.abstract import UNKNOWN
 
+_ASKS_FOR_CLASS = frozenset({"isinstance", "__class__", "issubclass"})
+
 
 class NetworkProxy(fx.Proxy):
     """A value of the network.
 
-    `isinstance(x, torch.Tensor)` is true for stand-ins of tensors, since forwards ask that.
+    `isinstance(x, torch.Tensor)` is true for stand-ins of tensors, since forwards ask that. Only Python code that asks so
+    is told: compiled code that believed it would read memory that isn't there.
     """
 
     @property
     def __class__(self) -> type:
+        if not _ASKS_FOR_CLASS.intersection(sys._getframe(1).f_code.co_names):
+            return type(self)
         return Tensor if isinstance(self.node.meta.get("value"), Tensor) else type(self)
 
     @__class__.setter

@@ -6,7 +6,7 @@ split(network, example_args, 2)               the same, to look at and to run he
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -105,6 +105,7 @@ class Partitioner:
         self._cut_points = cut_points
         self._name = name
         self._programs: dict[Any, Program] = {}
+        self._by_shape: set[Any] = set()
         self._rows: tuple[StageRow, ...] = ()
         self._elements = {key: parameter.numel() for key, parameter in root.named_parameters()}
         self.owners: dict[str, int] = dict(owners or {})
@@ -127,11 +128,16 @@ class Partitioner:
             try:
                 if not self._programs:
                     self._place(leaves, spec)
-                self._programs[key] = self._make(leaves, spec)
+                return self._make(leaves, spec)
             except PartitionError:
                 self._raise_own_error(args, kwargs)
                 raise
         return self._programs[key]
+
+    def adopt(self, owners: Mapping[str, int], shared: Iterable[str]) -> None:
+        """Place parameters and buffers as another replica did."""
+        self.owners.update(owners)
+        self.shared |= frozenset(shared)
 
     def _raise_own_error(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Inputs that the network itself refuses give its own error, not one about cutting."""
@@ -144,6 +150,10 @@ class Partitioner:
         return self._rows
 
     def _key(self, leaves: Sequence[Any], spec: tree.TreeSpec) -> Any:
+        signature = self._signature(leaves, spec)
+        return (signature, _shapes(leaves)) if signature in self._by_shape else signature
+
+    def _signature(self, leaves: Sequence[Any], spec: tree.TreeSpec) -> Any:
         flags = tuple(module.training for module in self._root.modules())
         values = tuple(leaf.dim() if isinstance(leaf, Tensor) else _hashable(leaf) for leaf in leaves)
         return flags, spec, values
@@ -153,13 +163,17 @@ class Partitioner:
         if all(module.training for module in self._root.modules()):
             return
         with _training(self._root), contextlib.suppress(PartitionError):
-            self._programs[self._key(leaves, spec)] = self._make(leaves, spec)
+            self._make(leaves, spec)
 
     def _make(self, leaves: Sequence[Any], spec: tree.TreeSpec) -> Program:
         found = self._cut(leaves, spec)
+        if found.traced.guarded:
+            # Another image size, or another number of boxes, may take another branch: it gets a program of its own.
+            self._by_shape.add(self._signature(leaves, spec))
         groups = [(rank, [node for block in blocks for node in block.nodes]) for rank, blocks in found.stages]
         program = Assembler(self._root, found.traced).program(groups)
         self._own(found)
+        self._programs[self._key(leaves, spec)] = program
         return program
 
     # Cutting --------------------------------------------------------------------------------------------------------
@@ -194,11 +208,13 @@ class Partitioner:
             return trace(network, forward, leaves, spec, lambda p, m: self._is_opaque(p, m, shares, share))
         except Exception as cause:
             heavy = sorted(((s, n) for n, s in shares.items() if n and "." not in n and s > 0.1), reverse=True)
-            candidates = [n for _, n in heavy]
+            # The module itself goes by its class's name; names of others are those that `network=` wants.
+            around = "" if self._name == type(self._root).__name__ else f"{self._name}."
+            candidates = [around + n for _, n in heavy]
             raise untraceable(self._name, type(self._root).__name__, cause, candidates, self._num_stages) from cause
 
     def _is_opaque(self, path: str, module: nn.Module, shares: Mapping[str, float], share: float) -> bool:
-        if module.__module__.startswith("torch.nn") and not isinstance(module, nn.Sequential):
+        if _is_torch_layer(module):
             return True
         if any(point.startswith(f"{path}.") for point in self._cut_points or ()):
             return False
@@ -440,6 +456,21 @@ def _training(root: nn.Module) -> Iterator[None]:
 def _is_inside(node: fx.Node, module: str) -> bool:
     path = str(node.target) if node.op == "call_module" else str(node.meta.get("path", ""))
     return path == module or path.startswith(f"{module}.")
+
+
+def _is_torch_layer(module: nn.Module) -> bool:
+    """A layer of torch, or a subclass of one without modules inside, such as a synchronised BatchNorm: never cut."""
+    if module.__module__.startswith("torch.nn"):
+        return not isinstance(module, nn.Sequential)
+    leaf = next(module.children(), None) is None
+    return leaf and any(base.__module__.startswith("torch.nn.") for base in type(module).__mro__ if base is not nn.Module)
+
+
+def _shapes(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """Shapes of tensors without the batch size, on which no branch is decided."""
+    shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+    size = next((shape[0] for shape in shapes if shape), None)
+    return tuple(("batch", *shape[1:]) if shape and shape[0] == size else shape for shape in shapes)
 
 
 def _hashable(value: Any) -> Any:

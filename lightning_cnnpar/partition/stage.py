@@ -67,10 +67,12 @@ class Program:
         stages: In topological order: a stage receives from earlier stages only.
         num_outputs: How many output tensors the stages make together.
         assembly: Builds what the network's forward returns from the output tensors and the flattened inputs.
+        is_batched: Whether the network runs with another size of dimension 0, so that this may be the batch.
     """
 
     stages: tuple[Stage, ...]
     num_outputs: int
+    is_batched: bool = True
     assembly: Callable[[Sequence[Tensor], Sequence[Any]], Any] = dataclasses.field(repr=False, compare=False)
 
     def producer(self, value: str) -> int:

@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import TraceError
+from torch.utils.checkpoint import checkpoint
 
 from lightning_cnnpar import _compat, tree
 from lightning_cnnpar.partition.abstract import (
@@ -62,6 +63,7 @@ class Traced:
         followed: Names of the modules whose inside was recorded.
         opaque_reasons: Why modules that should have been followed stayed opaque.
         guarded: Whether a branch was decided on sizes or numbers of the input.
+        is_batched: Whether the first layers take another size of dimension 0, so that this may be the batch.
     """
 
     graph: fx.Graph
@@ -72,6 +74,7 @@ class Traced:
     followed: tuple[str, ...]
     opaque_reasons: dict[str, str]
     guarded: bool
+    is_batched: bool
 
 
 class _NotFollowed(Exception):  # noqa: N818 - it is caught here and means "try again"
@@ -135,6 +138,7 @@ class NetworkTracer(fx.Tracer):
         self._attributes: dict[str, NetworkProxy] = {}
         self._followed: list[str] = []
         self._guarded = False
+        self._is_batched = True
         self._output: tuple[tree.TreeSpec, tuple[Any, ...]] | None = None
         self._other_batch: _OtherBatch | None = None
 
@@ -163,6 +167,7 @@ class NetworkTracer(fx.Tracer):
             followed=tuple(self._followed),
             opaque_reasons={},
             guarded=self._guarded,
+            is_batched=self._is_batched,
         )
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
@@ -186,6 +191,7 @@ class NetworkTracer(fx.Tracer):
             output = self._forward(*args, **kwargs)
         leaves, spec = tree.flatten(output)
         self._output = spec, tuple(self._output_leaf(leaf) for leaf in leaves)
+        self._is_batched = self._takes_other_batch()
         return tuple(self.proxy(leaf) for leaf in self._output[1] if isinstance(leaf, fx.Node))
 
     def _output_leaf(self, leaf: Any) -> Any:
@@ -315,14 +321,34 @@ class NetworkTracer(fx.Tracer):
         unstable = _decided_by(node) & _UNSTABLE
         if unstable:
             raise TraceError(f"control flow depends on `{min(unstable)}`")
-        if self._other_batch is None:
-            self._other_batch = _OtherBatch(self, self._network, self._inputs)
-        if self._other_batch.value(node) != value:
+        if self._with_other_batch().value(node) != value:
             raise TraceError(f"control flow depends on the batch size (here it gives {value!r})")
         if self._inputs:
             self._guarded = True
             self.create_node("call_function", check_same, (node, value, self._user_place()), {})
         return value
+
+    def _with_other_batch(self) -> "_OtherBatch":
+        if self._other_batch is None:
+            self._other_batch = _OtherBatch(self, self._network, self._inputs)
+        return self._other_batch
+
+    def _takes_other_batch(self) -> bool:
+        """Whether everything up to the first layer runs with another size of dimension 0.
+
+        An image without a batch dimension, or one flat sample, has channels or features there.
+        """
+        other = self._with_other_batch()
+        for node in self.graph.nodes:
+            known = node.meta.get("value", UNKNOWN)
+            if known is UNKNOWN or not node.meta["exact"]:
+                break
+            value = other.value(node)
+            if value is UNKNOWN:
+                return False
+            if node.op == "call_module" and getattr(value, "shape", None) != getattr(known, "shape", None):
+                break
+        return True
 
     def _opened(self, proxy: Any, value: Any) -> Any:
         leaves, spec = tree.flatten(value)
@@ -394,7 +420,21 @@ class NetworkTracer(fx.Tracer):
             for name in (*_FACTORIES, *_RANDOM_FACTORIES):
                 factory = getattr(torch, name)
                 stack.enter_context(mock.patch.object(torch, name, self._factory(factory, name in _RANDOM_FACTORIES)))
+            stack.enter_context(_compat.intercepted_checkpointing(self._checkpoint))
+            stack.enter_context(_compat.checked_autograd_functions(self._refuse_proxies))
             yield
+
+    def _checkpoint(self, original: Any, function: Any, args: Any, kwargs: Any, options: dict[str, Any]) -> Any:
+        """The user's activation checkpointing: around a module it is kept, inside of other functions it is not."""
+        if self._network.running:
+            return original(function, args, kwargs, **options)
+        if id(function) not in self._module_names:
+            return function(*args, **kwargs)
+        return self.create_proxy("call_function", checkpoint, (function, *args), {**options, **kwargs})
+
+    def _refuse_proxies(self, args: Any) -> None:
+        if _holds_proxy(args):
+            raise TraceError("an `autograd.Function` is called outside of a module that can stay whole")
 
     def _refuse_write(self, module: nn.Module, name: str, value: Any) -> None:
         if id(module) in self._module_names and vars(module).get(name, UNKNOWN) is not value:

@@ -23,29 +23,45 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_cnnpar._compat import increment_tensors, interpolate_tensors, module_buffers
 
 
-@dataclasses.dataclass
 class _Use:
     """What one use of a layer saw: per microbatch the count per channel, the mean and the unbiased variance."""
 
-    counts: list[int | Tensor] = dataclasses.field(default_factory=list)
-    means: list[Tensor] = dataclasses.field(default_factory=list)
-    variances: list[Tensor] = dataclasses.field(default_factory=list)
+    def __init__(self, module: Any, num_microbatches: int) -> None:
+        self.counts: list[int | Tensor] = []
+        self.rows = _zeros(module.running_mean, num_microbatches), _zeros(module.running_var, num_microbatches)
+        self._row_lists = self.rows[0].unbind(), self.rows[1].unbind()
+
+    def next_row(self) -> tuple[Tensor, Tensor]:
+        """Where the next microbatch's mean and variance go."""
+        row = len(self.counts)
+        return self._row_lists[0][row], self._row_lists[1][row]
 
 
 @dataclasses.dataclass
 class _Layer:
+    """A layer and its uses, by stage and by number within the stage: stages may share a layer."""
+
     module: Any
-    uses: list[_Use] = dataclasses.field(default_factory=list)
+    num_microbatches: int
+    uses: dict[tuple[int, int], _Use] = dataclasses.field(default_factory=dict)
+    stage: int = 0
     next_use: int = 0
 
-    def record(self, count: int | Tensor, mean: Tensor, variance: Tensor) -> None:
-        if self.next_use == len(self.uses):
-            self.uses.append(_Use())
-        use = self.uses[self.next_use]
+    def begin(self, stage: int) -> None:
+        self.stage, self.next_use = stage, 0
+
+    def use(self) -> _Use:
+        """The record of the use that comes now."""
+        key = (self.stage, self.next_use)
         self.next_use += 1
-        use.counts.append(count)
-        use.means.append(mean)
-        use.variances.append(variance)
+        if key not in self.uses:
+            self.uses[key] = _Use(self.module, self.num_microbatches)
+        return self.uses[key]
+
+    def take(self) -> list[_Use]:
+        """All uses, in order."""
+        uses, self.uses = [self.uses[key] for key in sorted(self.uses)], {}
+        return uses
 
 
 class DeferredStatistics:
@@ -53,18 +69,26 @@ class DeferredStatistics:
 
     Args:
         modules: The layers. Those that are frozen or track no statistics are left alone.
+        num_microbatches: How many the call has.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._layers = [_Layer(module) for module in modules if updates_statistics(module)]
+    def __init__(self, modules: Iterable[nn.Module], num_microbatches: int) -> None:
+        self._layers = [_Layer(module, num_microbatches) for module in modules if updates_statistics(module)]
+
+    def recording(self) -> contextlib.AbstractContextManager[None]:
+        """Note the statistics of forwards inside of the block, and leave the layers' buffers as they are."""
+        return self._instead(_recording_forward)
+
+    def ignoring(self) -> contextlib.AbstractContextManager[None]:
+        """Only leave the buffers as they are: for forwards that are computed again and have been counted already."""
+        return self._instead(_ignoring_forward)
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Keep the layers' buffers untouched inside of the block."""
+    def _instead(self, make: Callable[["_Layer"], Callable[[Tensor], Tensor]]) -> Iterator[None]:
         outside = [vars(layer.module).get("forward") for layer in self._layers]
         for layer in self._layers:
             # On the instance, so that the module's own hooks still run around it and see the same inputs.
-            vars(layer.module)["forward"] = _recording_forward(layer)
+            vars(layer.module)["forward"] = make(layer)
         try:
             yield
         finally:
@@ -74,17 +98,17 @@ class DeferredStatistics:
                 else:
                     vars(layer.module)["forward"] = forward
 
-    def begin_microbatch(self) -> None:
-        """Say that the forward of another microbatch begins."""
+    def begin(self, stage: int) -> None:
+        """Say that a stage begins with another microbatch."""
         for layer in self._layers:
-            layer.next_use = 0
+            layer.begin(stage)
 
     @torch.no_grad()
     def update(self) -> None:
         """Update the layers as the whole mini-batch would have."""
-        rounds = max((len(layer.uses) for layer in self._layers), default=0)
-        for i in range(rounds):
-            _update([(layer.module, layer.uses[i]) for layer in self._layers if i < len(layer.uses)])
+        taken = [(layer.module, layer.take()) for layer in self._layers]
+        for i in range(max((len(uses) for _, uses in taken), default=0)):
+            _update([(module, uses[i]) for module, uses in taken if i < len(uses)])
 
 
 def batch_norms(root: nn.Module) -> list[nn.Module]:
@@ -99,24 +123,43 @@ def updates_statistics(module: nn.Module) -> bool:
 
 
 def _recording_forward(layer: _Layer) -> Callable[[Tensor], Tensor]:
-    module = layer.module
-    inner = module.forward
+    module, inner = layer.module, layer.module.forward
 
     def forward(input: Tensor) -> Tensor:  # noqa: A002 - the name that BatchNorm's forward has
-        buffers = module_buffers(module)
-        kept, momentum = dict(buffers), module.momentum
-        mean, variance = torch.zeros_like(module.running_mean), torch.zeros_like(module.running_var)
-        buffers.update(running_mean=mean, running_var=variance, num_batches_tracked=None)
-        module.momentum = 1.0
-        try:
-            output: Tensor = inner(input)
-        finally:
-            buffers.update(kept)
-            module.momentum = momentum
-        layer.record(_count(module, input), mean, variance)
+        use = layer.use()
+        output = _run_with(module, inner, input, *use.next_row())
+        use.counts.append(_count(module, input))
         return output
 
     return forward
+
+
+def _ignoring_forward(layer: _Layer) -> Callable[[Tensor], Tensor]:
+    module, inner = layer.module, layer.module.forward
+
+    def forward(input: Tensor) -> Tensor:  # noqa: A002
+        return _run_with(
+            module, inner, input, torch.zeros_like(module.running_mean), torch.zeros_like(module.running_var)
+        )
+
+    return forward
+
+
+def _run_with(module: Any, inner: Callable[[Tensor], Tensor], x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """Run a layer that writes its statistics, as they are, to `mean` and `variance`."""
+    buffers, attributes = module_buffers(module), vars(module)
+    kept, momentum = dict(buffers), module.momentum
+    buffers.update(running_mean=mean, running_var=variance, num_batches_tracked=None)
+    attributes["momentum"] = 1.0
+    try:
+        return inner(x)
+    finally:
+        buffers.update(kept)
+        attributes["momentum"] = momentum
+
+
+def _zeros(like: Tensor, rows: int) -> Tensor:
+    return torch.zeros((rows, *like.shape), dtype=like.dtype, device=like.device)
 
 
 def _count(module: Any, values: Tensor) -> int | Tensor:
@@ -129,22 +172,20 @@ def _update(updates: Sequence[tuple[Any, _Use]]) -> None:
     """Give each layer one update. Channels of all layers are merged side by side: few kernels for many layers."""
     alike: dict[Any, list[tuple[Any, _Use]]] = {}
     for module, use in updates:
-        mean = use.means[0]
-        alike.setdefault((mean.dtype, mean.device, len(use.counts)), []).append((module, use))
+        rows = use.rows[0]
+        alike.setdefault((rows.dtype, rows.device, len(use.counts)), []).append((module, use))
     for group in alike.values():
         mean, variance = _merge([use for _, use in group])
-        channels = [use.means[0].numel() for _, use in group]
+        channels = [use.rows[0].shape[1] for _, use in group]
         _move([module for module, _ in group], torch.split(mean, channels), torch.split(variance, channels))
 
 
 def _merge(uses: Sequence[_Use]) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance of the mini-batch, for the channels of all uses in a row."""
-    first = uses[0].means[0]
+    first, count = uses[0].rows[0], len(uses[0].counts)
     dtype = torch.promote_types(first.dtype, torch.float32)
-    rows = range(len(uses[0].counts))
-    means = torch.stack([torch.cat([use.means[row] for use in uses]) for row in rows]).to(dtype)
-    variances = torch.stack([torch.cat([use.variances[row] for use in uses]) for row in rows]).to(dtype)
-    channels = tuple(use.means[0].numel() for use in uses)
+    means, variances = (torch.cat([use.rows[i][:count] for use in uses], dim=1).to(dtype) for i in (0, 1))
+    channels = tuple(use.rows[0].shape[1] for use in uses)
     counts = tuple(tuple(use.counts) for use in uses)
     if all(isinstance(count, int) for row in counts for count in row):
         share, within, between = _cached_weights(counts, channels, dtype, first.device)

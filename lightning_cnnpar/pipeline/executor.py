@@ -86,20 +86,20 @@ class Run:
             sizes,
             routes.incoming,
             device=site.device,
-            place=self._place,
+            place=self.outputs.expect,
             wire_dtype=site.wire_dtype,
         )
 
     # --- forward
 
-    def forward(self, begin_microbatch: Callable[[], None] = lambda: None) -> None:
+    def forward(self, begin: Callable[[int], None] = lambda stage: None) -> None:
         """Run the forward table; the outputs of the whole batch are in `outputs` afterwards.
 
         Args:
-            begin_microbatch: Called before each stage of each microbatch.
+            begin: Called with the stage before each action.
         """
         for action in self._routes.table.forward:
-            begin_microbatch()
+            begin(action.stage)
             self._forward(action)
         for parcels in self._routes.incoming.values():
             for bundle, m in parcels:
@@ -130,10 +130,6 @@ class Run:
                     self._site.link.send(block, bundle.destination, tag=bundle.stage)
         for number, arrival in arrivals.items():
             self.outputs.set_whole(number, take(arrival))
-
-    def _place(self, number: int, m: int, meta: Meta) -> tuple[Tensor, Tensor] | None:
-        self.outputs.describe(number, meta)
-        return None if self.outputs.is_late(number) else self.outputs.place(number, m, meta)
 
     def _forward(self, action: Action) -> None:
         stage, m = self._routes.stages[action.stage], action.microbatch
@@ -270,7 +266,8 @@ class Run:
                     totals[name] = totals[name] + gradient if name in totals else gradient
         for name, value in made.values.items():
             total = totals.get(name)
-            if name in self._routes.local and (own := _take_gradient(self._received[name, m])) is not None:
+            own = _take_gradient(self._received[name, m]) if name in self._routes.local else None
+            if own is not None:
                 total = own if total is None else total + own
             if total is not None:
                 yield value, total
@@ -288,6 +285,10 @@ class Run:
             if not keep:
                 for name in bundle.values:
                     del self._received[name, m]
+        if not keep:
+            # Those that stayed on this rank have been read, and their gradients passed on, when their maker is done.
+            for name in self._routes.local.intersection(self._routes.stages[action.stage].sends):
+                del self._received[name, action.microbatch]
 
     def _gradient_inbox(self) -> GradientInbox:
         return GradientInbox(

@@ -17,7 +17,7 @@ def run_here(
     leaves: Sequence[Any],
     batch_size: int,
     sizes: Sequence[int],
-    begin_microbatch: Callable[[], None],
+    begin: Callable[[int], None],
 ) -> list[Tensor]:
     """Run all stages of all microbatches and join the outputs.
 
@@ -27,9 +27,9 @@ def run_here(
     cut = [split_leaf(leaf, batch_size, sizes) for leaf in leaves]
     parts: list[list[Tensor]] = [[] for _ in range(program.num_outputs)]
     for m in range(len(sizes)):
-        begin_microbatch()
         values: dict[str, Tensor] = {}
         for stage in program.stages:
+            begin(stage.index)
             inputs = [cut[index][m] for index in stage.inputs]
             sent, outputs = stage(root, inputs, [values[name] for name in stage.receives])
             values.update(zip(stage.sends, sent, strict=True))

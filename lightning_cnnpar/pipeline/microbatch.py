@@ -49,6 +49,8 @@ def find_batch(leaves: Sequence[Any], spec: TreeSpec) -> Batch:
     if not seen.plain:
         return Batch(size=None, reason="no tensor outside of a list has a batch dimension")
     size = seen.plain.most_common(1)[0][0]
+    if size <= 1:
+        return Batch(size=size)
     for shape in seen.shapes:
         if shape[0] != size:
             return Batch(size=None, reason=f"an input has shape {shape}, but the batch seems to have {size} samples")

@@ -5,12 +5,11 @@ call ─► find the batch ─► program for these inputs ─► microbatches t
 loss.backward() ─────────────── gradients of the outputs ────────┘  drains the pipeline
 """
 
-import contextlib
 import dataclasses
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +31,9 @@ from lightning_cnnpar.pipeline.randomness import StageStreams, global_states, se
 from lightning_cnnpar.pipeline.routes import Routes, plan_routes
 from lightning_cnnpar.pipeline.schedules import gpipe
 from lightning_cnnpar.pipeline.transport import Identity, Link
+
+# Sizes of the microbatches of a batch that is not cut, whatever it holds.
+_WHOLE = (1,)
 
 
 class Programs(Protocol):
@@ -60,6 +62,18 @@ class _Prepared:
     routes: dict[int, Routes] = dataclasses.field(default_factory=dict)
     readers: Mapping[int, Set[int]]
     whole: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Call:
+    """One network call: its inputs and how they are cut."""
+
+    prepared: _Prepared
+    leaves: Sequence[Any]
+    batch_size: int
+    sizes: tuple[int, ...]
+    identity: Identity
+    statistics: DeferredStatistics
 
 
 class PipelineNetwork:
@@ -132,13 +146,13 @@ class PipelineNetwork:
         batch_size, sizes = self._cut(leaves, spec, prepared)
         before = self._randomness() if len(sizes) > 1 else None
         try:
-            outputs = self._run(prepared, leaves, batch_size, sizes, label)
+            outputs = self._run(self._call(prepared, leaves, batch_size, sizes, label))
         except UnbatchedOutputError as unbatched:
             assert before is not None
             self._set_randomness(before)
             prepared.whole = True
             self._tell(f"{unbatched}; only outputs with one entry per sample can be joined")
-            outputs = self._run(prepared, leaves, batch_size, (batch_size,), label)
+            outputs = self._run(self._call(prepared, leaves, batch_size, _WHOLE, label))
         return prepared.program.assemble(outputs, leaves)
 
     def reset(self) -> None:
@@ -155,58 +169,59 @@ class PipelineNetwork:
 
     # --- forward
 
-    def _run(
+    def _call(
         self, prepared: _Prepared, leaves: Sequence[Any], batch_size: int, sizes: tuple[int, ...], label: str
-    ) -> Sequence[Tensor]:
-        deferred = None
-        if self._deferred and len(sizes) > 1:
-            deferred = DeferredStatistics(prepared.batch_norms)
-        with contextlib.nullcontext() if deferred is None else deferred.recording():
-            begin = (lambda: None) if deferred is None else deferred.begin_microbatch
-            if self._site is None:
-                outputs: Sequence[Tensor] = run_here(self._root, prepared.program, leaves, batch_size, sizes, begin)
-            else:
-                outputs = self._run_stages(self._site, prepared, leaves, batch_size, sizes, label, begin)
-        if deferred is not None:
-            deferred.update()
-        return outputs
-
-    def _run_stages(
-        self,
-        site: Site,
-        prepared: _Prepared,
-        leaves: Sequence[Any],
-        batch_size: int,
-        sizes: tuple[int, ...],
-        label: str,
-        begin: Callable[[], None],
-    ) -> Sequence[Tensor]:
-        run = Run(
-            site=site,
-            identity=self._identify(label, sizes),
-            program=prepared.program,
-            routes=self._routes(prepared, len(sizes)),
+    ) -> _Call:
+        self._calls += 1
+        defer = self._deferred and len(sizes) > 1
+        return _Call(
+            prepared=prepared,
             leaves=leaves,
             batch_size=batch_size,
             sizes=sizes,
+            identity=self._identify(label, sizes),
+            statistics=DeferredStatistics(prepared.batch_norms if defer else (), len(sizes)),
         )
-        run.forward(begin)
-        outputs, differentiable = run.outputs.joined(), run.outputs.requires_grad()
-        inputs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+    def _run(self, call: _Call) -> Sequence[Tensor]:
+        statistics, program = call.statistics, call.prepared.program
+        with statistics.recording():
+            if self._site is None:
+                outputs: Sequence[Tensor] = run_here(
+                    self._root, program, call.leaves, call.batch_size, call.sizes, statistics.begin
+                )
+            else:
+                outputs = self._run_stages(self._site, call)
+        statistics.update()
+        return outputs
+
+    def _run_stages(self, site: Site, call: _Call) -> Sequence[Tensor]:
+        run = Run(
+            site=site,
+            identity=call.identity,
+            program=call.prepared.program,
+            routes=self._routes(call.prepared, len(call.sizes)),
+            leaves=call.leaves,
+            batch_size=call.batch_size,
+            sizes=call.sizes,
+        )
+        run.forward(call.statistics.begin)
+        outputs, differentiable = run.outputs.take(), run.outputs.requires_grad()
         if torch.is_grad_enabled() and any(differentiable):
             self._outstanding.add(run)
+        inputs = {i: leaf for i, leaf in enumerate(call.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad}
         return attach(
-            lambda gradients, anchor: self._drain(run, prepared, inputs, leaves, gradients, anchor),
+            lambda gradients, anchor: self._drain(site, call, run, inputs, gradients, anchor),
             outputs,
             differentiable,
-            [leaves[i] for i in inputs],
+            list(inputs.values()),
         )
 
     def _identify(self, label: str, sizes: tuple[int, ...]) -> Identity:
-        self._calls += 1
         grad = "inference" if torch.is_inference_mode_enabled() else "grad" if torch.is_grad_enabled() else "no_grad"
         mode = "train" if self._root.training else "eval"
-        facts = f"{mode}, {grad}, {sum(sizes)} samples in {len(sizes)} microbatches"
+        batch = "the batch whole" if sizes == _WHOLE else f"{sum(sizes)} samples in {len(sizes)} microbatches"
+        facts = f"{mode}, {grad}, {batch}"
         return Identity(network=self.name, label=label, counter=self._calls, facts=facts)
 
     def _routes(self, prepared: _Prepared, num_microbatches: int) -> Routes:
@@ -234,13 +249,16 @@ class PipelineNetwork:
         return prepared
 
     def _cut(self, leaves: Sequence[Any], spec: tree.TreeSpec, prepared: _Prepared) -> tuple[int, tuple[int, ...]]:
-        """Batch size and sizes of the microbatches; (1, (1,)) stands for a batch that is not cut."""
+        """Batch size and sizes of the microbatches."""
         if self.num_microbatches == 1 or prepared.whole:
-            return 1, (1,)
+            return 1, _WHOLE
         batch = find_batch(leaves, spec)
         if batch.size is None:
             self._tell(batch.reason)
-            return 1, (1,)
+            return 1, _WHOLE
+        if not prepared.program.is_batched:
+            self._tell(f"it does not run with another size of dimension 0 than {batch.size}, which can't be the batch")
+            return 1, _WHOLE
         count = min(self.num_microbatches, batch.size)
         if count > 1 and batch.size < 2 * count and any(module.training for module in prepared.batch_norms):
             count = max(1, batch.size // 2)
@@ -279,17 +297,17 @@ class PipelineNetwork:
 
     def _drain(
         self,
+        site: Site,
+        call: _Call,
         run: Run,
-        prepared: _Prepared,
-        inputs: Sequence[int],
-        leaves: Sequence[Any],
+        inputs: Mapping[int, Tensor],
         gradients: Sequence[Tensor | None],
         anchor: Tensor,
     ) -> list[Tensor | None]:
         """Backward through one call."""
         if torch.is_grad_enabled():
             raise PipelineError(
-                f"`create_graph=True` asked for gradients of gradients through {run.identity.text}. A network that is"
+                f"`create_graph=True` asked for gradients of gradients through {call.identity.text}. A network that is"
                 f" cut into stages gives first gradients only. Leave such terms (gradient penalties) out, or use"
                 f" `pipeline_parallel_size=1`."
             )
@@ -303,11 +321,12 @@ class PipelineNetwork:
             if sync is not None and parameters and not self._outstanding:
                 sync.ready_enabled(True)
 
-        run.backward(gradients, keep=keeps_graph(), parameters=parameters, before_last=before_last)
-        with torch.no_grad():
+        with call.statistics.ignoring():
+            run.backward(gradients, keep=keeps_graph(), parameters=parameters, before_last=before_last)
+        with torch.no_grad(), site.link.guarded("share gradients of the network's inputs with"):
             return [
-                share_gradient(run.input_gradient(i), leaves[i], prepared.readers.get(i, frozenset()), self._mesh)
-                for i in inputs
+                share_gradient(run.input_gradient(i), leaf, call.prepared.readers.get(i, frozenset()), self._mesh)
+                for i, leaf in inputs.items()
             ]
 
 

@@ -47,8 +47,16 @@ class JoinedOutputs:
         """Whether an output is sent joined. Every rank decides alike, from the first microbatch."""
         return len(self._sizes) > 1 and self._metas[number][0].num_bytes <= _SMALL
 
-    def place(self, number: int, microbatch: int, meta: Meta) -> tuple[Tensor, Tensor]:
-        """Where an output from another rank should arrive: the tensor, and its memory as a flat block."""
+    def expect(self, number: int, microbatch: int, meta: Meta) -> tuple[Tensor, Tensor] | None:
+        """Take in a description, and say where that output from another rank should arrive.
+
+        Returns:
+            The tensor, and its memory as a flat block; `None` if the output comes later, joined.
+        """
+        self.describe(number, meta)
+        return None if self.is_late(number) else self._place(number, microbatch, meta)
+
+    def _place(self, number: int, microbatch: int, meta: Meta) -> tuple[Tensor, Tensor]:
         size = self._sizes[microbatch]
         if len(self._sizes) == 1 or not _is_joinable(meta.shape, size) or not wire.is_cut_along_first(meta):
             return wire.empty(meta, meta.dtype, self._device)
@@ -89,9 +97,11 @@ class JoinedOutputs:
             return parts[0]
         return whole if whole is not None and all(_is_inside(part, whole) for part in parts) else torch.cat(parts)
 
-    def joined(self) -> list[Tensor]:
-        """All outputs of the whole batch."""
-        return [self.join(number) for number in range(len(self._parts))]
+    def take(self) -> list[Tensor]:
+        """All outputs of the whole batch. They are the caller's then: nothing here refers to them any more."""
+        joined = [self.join(number) for number in range(len(self._parts))]
+        self._parts, self._whole = [], {}
+        return joined
 
     def requires_grad(self) -> list[bool]:
         """Which outputs the loss may differentiate."""

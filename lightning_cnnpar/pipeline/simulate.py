@@ -86,8 +86,8 @@ def ideal_bubble(num_ranks: int, num_microbatches: int) -> float:
 
 def _needs(sources: Mapping[int, Sequence[int]]) -> Callable[[Action], list[Action]]:
     targets: dict[int, list[int]] = {}
-    for stage, froms in sources.items():
-        for source in froms:
+    for stage, earlier in sources.items():
+        for source in earlier:
             targets.setdefault(source, []).append(stage)
 
     def needs(action: Action) -> list[Action]:

@@ -8,13 +8,14 @@ with NCCL, which has neither tags nor two-way queues, each direction of each pai
 send never waits behind a receive.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import pickle
 import struct
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -143,6 +144,14 @@ class Link:
         for work, _, peer, timeout in pending:
             self._wait(work, peer, "send to", timeout)
 
+    @contextlib.contextmanager
+    def guarded(self, what: str) -> Iterator[None]:
+        """Say which call it was when a collective of the replica fails inside of the block."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._unanswered(what, "another rank", error) from error
+
     # --- control
 
     def send_header(self, header: Header, peer: int, *, tag: int) -> None:
@@ -191,7 +200,7 @@ class Link:
         try:
             work.wait() if timeout is None else work.wait(timeout)
         except RuntimeError as error:
-            raise self._unanswered(peer, what, error) from error
+            raise self._unanswered(what, f"rank {peer}", error) from error
 
     @property
     def _control(self) -> dist.ProcessGroup:
@@ -215,10 +224,10 @@ class Link:
             f" `with trainer.strategy.whole_module():` to call it on one rank."
         )
 
-    def _unanswered(self, peer: int, what: str, error: RuntimeError) -> PeerError:
+    def _unanswered(self, what: str, peers: str, error: RuntimeError) -> PeerError:
         return PeerError(
-            f"Rank {self._rank} of the replica could not {what} rank {peer} in {self._identity.text}; the limit"
-            f" is {self._mesh.timeout.total_seconds():.0f} s. Either rank {peer} failed (its own error says why), or it"
+            f"Rank {self._rank} of the replica could not {what} {peers} in {self._identity.text}; the limit"
+            f" is {self._mesh.timeout.total_seconds():.0f} s. Either {peers} failed (its own error says why), or it"
             f" did not call the network: a network that is cut into stages runs on all ranks of its replica together."
             f" ({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__})"
         )
@@ -241,7 +250,11 @@ class _Route:
 
     def view(self, block: Tensor) -> Tensor:
         """The block in a type that the backend knows; gloo looks at bytes only."""
-        return block.view(torch.uint8) if self.timeout is None and block.dtype in _FOREIGN_TO_NCCL else block
+        if self.timeout is not None:
+            return block
+        if block.is_complex():
+            return torch.view_as_real(block)
+        return block.view(torch.uint8) if block.dtype in _FOREIGN_TO_NCCL else block
 
 
 def _lanes_of(mesh: Mesh, device: torch.device) -> _Lanes:

@@ -98,11 +98,6 @@ def flat(tensor: Tensor, meta: Meta, dtype: torch.dtype | None = None) -> Tensor
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def shaped(block: Tensor, meta: Meta) -> Tensor:
-    """A flat block as the tensor that `meta` describes."""
-    return block.view(meta.shape) if meta.strides is None else block.as_strided(meta.shape, meta.strides)
-
-
 def is_cut_along_first(meta: Meta) -> bool:
     """Whether slices of dimension 0 of such tensors lie behind each other in memory."""
     return meta.strides is None or meta.strides[0] == meta.numel // max(meta.shape[0], 1)
@@ -123,5 +118,8 @@ def empty(meta: Meta, dtype: torch.dtype, device: torch.device) -> tuple[Tensor,
         dtype: Type on the wire.
         device: Where stages compute.
     """
-    block = torch.empty(meta.numel, dtype=dtype, device=torch.device("cpu") if meta.device == "cpu" else device)
-    return shaped(block, meta), block
+    device = torch.device("cpu") if meta.device == "cpu" else device
+    # The block is the view, not the tensor: users may change outputs in place, which autograd refuses for views.
+    strides = contiguous_strides(meta.shape) if meta.strides is None else meta.strides
+    tensor = torch.empty_strided(meta.shape, strides, dtype=dtype, device=device)
+    return tensor, tensor.as_strided((meta.numel,), (1,))

@@ -106,8 +106,3 @@ class CheckpointStrategy(GridStrategy, ABC):
     @property
     def _is_first_replica(self) -> bool:
         return self.mesh.data_rank == 0
-
-    def _may_communicate(self) -> bool:
-        """Whether the other ranks can be expected in a collective: not after an error."""
-        trainer = getattr(self.lightning_module, "_trainer", None)
-        return trainer is None or not trainer.interrupted

@@ -76,6 +76,43 @@ def reduce_over_data(value: Any, mesh: Mesh, group: Any, op: Any) -> Any:
     return reduced / dist.get_world_size(group) if is_mean else reduced
 
 
+def stack_over_replicas(tensor: Tensor, mesh: Mesh, *, differentiable: bool) -> Tensor:
+    """The tensors of all replicas, which have the same shape, as one of shape (D, ...).
+
+    Args:
+        tensor: This replica's.
+        mesh: The grid.
+        differentiable: Let gradients flow back: each replica gets the sum of all replicas' gradients for its part.
+    """
+    if mesh.data_size == 1:
+        return tensor.unsqueeze(0)
+    if differentiable:
+        stacked: Tensor = _Stack.apply(tensor, mesh.statistics_group)
+        return stacked
+    with torch.no_grad():
+        return _stack(tensor, mesh.statistics_group)
+
+
+class _Stack(torch.autograd.Function):
+    # torch.distributed.nn.functional.all_gather confuses ranks of the world with those of a group on gloo.
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _stack(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        summed = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=ctx.group)
+        return summed[dist.get_rank(ctx.group)], None
+
+
+def _stack(tensor: Tensor, group: Any) -> Tensor:
+    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.stack(parts)
+
+
 def _tagged_reduce(value: Tensor, mesh: Mesh, op: str) -> Tensor:
     """Reduce a few numbers and check that every replica means the same ones."""
     label = f"{caller_metric_name() or '(no name)'}, {op}, shape {tuple(value.shape)}"

@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from lightning_cnnpar.mesh import Mesh
-from lightning_cnnpar.strategies.collectives import reduce_over_data
+from lightning_cnnpar.strategies.collectives import reduce_over_data, stack_over_replicas
 
 
 class GridStrategy(ParallelStrategy, ABC):
@@ -74,27 +74,35 @@ class GridStrategy(ParallelStrategy, ABC):
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Stack the values of all replicas: shape (D, ...)."""
-        if group is None and self.mesh.data_size == 1:
-            return tensor.unsqueeze(0) if self.mesh.world_size > 1 else tensor
-        return super().all_gather(tensor, group if group is not None else self.mesh.data_group, sync_grads)
+        # The world is what `LightningModule.all_gather` says where the user said nothing.
+        if group is not None and group is not dist.group.WORLD:
+            return super().all_gather(tensor, group, sync_grads)
+        if self.mesh.world_size == 1:
+            return tensor
+        return stack_over_replicas(tensor, self.mesh, differentiable=sync_grads)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
-        if dist.is_initialized() and self.is_distributed:
+        """Wait for all ranks; after an error they may not come, so then nobody waits."""
+        if dist.is_initialized() and self.is_distributed and self._may_communicate():
             dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Give every rank the object of rank `src`."""
-        if not dist.is_initialized() or not self.is_distributed:
+        """Give every rank the object of rank `src`; after an error, each keeps its own."""
+        if not dist.is_initialized() or not self.is_distributed or not self._may_communicate():
             return obj
         message = [obj]
         dist.broadcast_object_list(message, src)
         return message[0]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  (Lightning's name)
-        """Whether all ranks, or any rank, decided so."""
-        if self.mesh.world_size == 1:
+        """Whether all ranks, or any rank, decided so; after an error, what this one decided."""
+        if self.mesh.world_size == 1 or not self._may_communicate():
             return decision
         flag = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(flag, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(flag)
+
+    def _may_communicate(self) -> bool:
+        """Whether the other ranks can be expected in a collective: not after an error."""
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        return trainer is None or not trainer.interrupted

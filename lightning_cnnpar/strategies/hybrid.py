@@ -40,7 +40,7 @@ from lightning_cnnpar.data_parallel.sync_batchnorm import (
 )
 from lightning_cnnpar.launchers.launch import make_launcher
 from lightning_cnnpar.launchers.watch import FailureWatch
-from lightning_cnnpar.mesh import DEFAULT_TIMEOUT, create_mesh
+from lightning_cnnpar.mesh import DEFAULT_TIMEOUT, Coordinates, create_mesh
 from lightning_cnnpar.mirror import share_randomness
 from lightning_cnnpar.partition.ownership import canonical_names, named_tensors
 from lightning_cnnpar.plan import ParallelPlan
@@ -54,7 +54,7 @@ from lightning_cnnpar.strategies.collectives import (
 from lightning_cnnpar.strategies.fitting import smallest_fitting_pipeline
 from lightning_cnnpar.strategies.loaders import distribute_loader
 from lightning_cnnpar.strategies.networks import Networks
-from lightning_cnnpar.strategies.whole_weights import WholeWeights, module_copies
+from lightning_cnnpar.strategies.whole_weights import WholeWeights, module_copies, modules_of_callbacks
 
 __all__ = ["HybridStrategy"]
 
@@ -181,6 +181,15 @@ class HybridStrategy(CheckpointStrategy):
                 f" parameters: there can be at most {layers} stages. Use pipeline_parallel_size={layers} or less."
             )
 
+    def describe_rank(self, local_rank: int) -> str:
+        """Rank, replica and stage of a process of this node, in words; also before the grid exists."""
+        rank = self.node_rank * self.num_processes + local_rank
+        if self._mesh is None and self.options.pipeline_parallel_size == self.options.data_parallel_size == "auto":
+            return f"rank {rank}"
+        size = self._check_sizes()[0] if self._mesh is None else self.mesh.pipeline_size
+        place = Coordinates.of(rank, size)
+        return f"rank {rank} (replica {place.data}, stage rank {place.pipeline})"
+
     def setup_environment(self) -> None:
         """Start the process group and the grid."""
         assert self.accelerator is not None
@@ -236,7 +245,8 @@ class HybridStrategy(CheckpointStrategy):
         self.model = precision.convert_module(module)
         self.model_to_device()
         self._same_weights_everywhere(module)
-        gather_metrics_over_data(module)
+        for holder in (module, *modules_of_callbacks(trainer.callbacks)):
+            gather_metrics_over_data(holder)
         _compat.count_data_parallel_only(trainer, self.mesh.data_size)
         self._use_sampler = _compat.take_over_samplers(trainer)
         if self.mesh.world_size > 1:
@@ -402,8 +412,10 @@ class HybridStrategy(CheckpointStrategy):
         if self._watch is None:
             return
         first = self._watch.report(exception)
-        if first is not None:
-            exception.add_note(f"This rank stopped because {first}")
+        if first is None:
+            exception.add_note(f"It was raised on {self.describe_rank(self.local_rank)}.")
+        else:
+            exception.add_note(f"This rank stopped because {first.brief}")
 
     def teardown(self) -> None:
         """Give every rank the whole module on CPU and release devices."""

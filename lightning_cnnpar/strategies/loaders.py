@@ -29,7 +29,7 @@ def distribute_loader(loader: Any, mesh: Mesh, *, stage: str, use_sampler: bool)
         _seed_workers_by_replica(loader, mesh)
     if use_sampler:
         loader = shard_loader(loader, mesh, training=training)
-    return mirror_loader(loader, mesh)
+    return mirror_loader(loader, mesh, training=training)
 
 
 def _seed_workers_by_replica(loader: DataLoader[Any], mesh: Mesh) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_cnnpar._compat import tensor_slots
 from lightning_cnnpar.checkpoint.gather import broadcast_from_owners
 from lightning_cnnpar.config import ConfigurationError, HybridOptions
 from lightning_cnnpar.data_parallel.replicate import GradientReducer
@@ -32,11 +33,13 @@ from lightning_cnnpar.partition.split import Partitioner, PartitionError, TooMan
 from lightning_cnnpar.pipeline.network import PipelineNetwork
 from lightning_cnnpar.plan import ParallelPlan, StagePlan
 from lightning_cnnpar.strategies.interception import InterceptedForward, intercept
+from lightning_cnnpar.strategies.placement import place_alike
 
 log = logging.getLogger(__name__)
 
 # A submodule with less than this share of all parameters is not worth a pipeline of its own.
 SMALL_SHARE = 0.05
+OUTSIDE = "a call outside of a step"
 
 
 @dataclasses.dataclass
@@ -97,13 +100,14 @@ class Networks:
         self._total = sum(parameter.numel() for parameter in module.parameters())
         self._shadows: list[InterceptedForward] = []
         self._found: dict[int, _Found] = {}
-        self._left_whole: set[int] = set()
+        # With how many tensors were placed when that was decided.
+        self._left_whole: dict[int, int] = {}
         self._depth = 0
         self._gradients_wanted = False
         self._is_cut = False
         self._reducer: GradientReducer | None = None
         self.ownership = Ownership(mesh.pipeline_rank)
-        self.label = "outside of a step"
+        self.label = OUTSIDE
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -131,14 +135,17 @@ class Networks:
         self._uninstall()
 
     def _uninstall(self) -> None:
-        for shadow in self._shadows:
-            shadow.remove()
-        self._shadows = []
+        self._remove_shadows()
         if self._reducer is not None:
             self._reducer.remove()
             self._reducer = None
         self._found = {}
-        self._left_whole = set()
+        self._left_whole = {}
+
+    def _remove_shadows(self) -> None:
+        for shadow in self._shadows:
+            shadow.remove()
+        self._shadows = []
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[nn.Module]:
@@ -147,15 +154,18 @@ class Networks:
         Every rank of the replica enters it. Calls inside run on this rank alone. Writes to other stages' weights are
         lost.
         """
-        with self._undistributed():
-            if not self._is_cut:
-                yield self._module
-                return
+        intercepted = bool(self._shadows)
+        self._remove_shadows()
+        held = [slot for slot in tensor_slots(self._module) if is_foreign(slot[2])]
+        try:
             self._fill(self._module)
-            try:
-                yield self._module
-            finally:
-                release_foreign(self._module, self.ownership)
+            yield self._module
+        finally:
+            # The placeholders themselves come back: optimizers refer to them.
+            for store, key, placeholder in held:
+                store[key] = placeholder
+            if intercepted:
+                self._shadows = intercept(self._module, self)
 
     def _fill(self, module: nn.Module) -> dict[int, Tensor]:
         placed = {name: tensor for name, tensor in named_tensors(module) if self.ownership.owner(name) is not None}
@@ -192,6 +202,10 @@ class Networks:
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """An outermost call of `module`: the collective call of a network, or plainly its forward."""
+        if self.label == OUTSIDE and not self._is_cut:
+            # A summary or a graph of the model, say: all weights are still here, and the other ranks may not call it.
+            with self._undistributed():
+                return forward(*args, **kwargs)
         network = self._network_of(module)
         if network is not None:
             with self._undistributed():
@@ -202,6 +216,8 @@ class Networks:
     def _is_placed(self, module: nn.Module, network: _Found, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Cut the network for these inputs if need be; whether it could be cut."""
         try:
+            if network.placed < 0:
+                place_alike(network.partitioner, args, kwargs, self._mesh)
             network.partitioner.program(args, kwargs)
         except PartitionError as error:
             if not self._may_leave_whole(module, error):
@@ -227,11 +243,22 @@ class Networks:
         key = id(module)
         if key in self._found:
             return self._found[key]
-        if key in self._left_whole or not self._worth_cutting(module):
-            self._left_whole.add(key)
+        if not self._has_stages(module):
+            self._left_whole[key] = len(self.ownership.owners)
             return None
         self._found[key] = self._make_network(module)
         return self._found[key]
+
+    def _has_stages(self, module: nn.Module) -> bool:
+        """Whether a module is cut when it is called: it is large enough, or a network around it placed its parts."""
+        decided_with = self._left_whole.get(id(module))
+        if decided_with is None and self._worth_cutting(module):
+            return True
+        if decided_with == len(self.ownership.owners) or module is self._module:
+            return False
+        wanted = self._options.network
+        is_inside = wanted is None or self._names[id(module)].startswith(f"{wanted}.")
+        return is_inside and bool(local_names(self._module, module, self.ownership.owners))
 
     def _worth_cutting(self, module: nn.Module) -> bool:
         if self._options.network is not None:
@@ -267,7 +294,7 @@ class Networks:
     def _may_leave_whole(self, module: nn.Module, error: PartitionError) -> bool:
         """Whether a network that can't be cut may run on every rank: the module around the others, or a lesser one."""
         del self._found[id(module)]
-        self._left_whole.add(id(module))
+        self._left_whole[id(module)] = len(self.ownership.owners)
         if self._options.network is not None:
             return False
         if module is self._module:

@@ -1,6 +1,6 @@
 """What callbacks see: whole weights when training ends, and their own copies of the module cut like the module."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -34,16 +34,21 @@ class WholeWeights(Callback):
         trainer.callbacks[:] = [callback for callback in trainer.callbacks if not isinstance(callback, cls)]
 
 
+def modules_of_callbacks(callbacks: Iterable[Any]) -> Iterator[nn.Module]:
+    """What callbacks keep in their attributes: metrics, averaged weights, teachers."""
+    for callback in callbacks:
+        yield from (value for value in vars(callback).values() if isinstance(value, nn.Module))
+
+
 def module_copies(callbacks: Iterable[Any], module: nn.Module) -> list[nn.Module]:
     """Copies of the user's module that callbacks keep (weight averaging): same class, same names, other tensors."""
     names = {name for name, _ in module.named_parameters()}
     found: dict[int, nn.Module] = {}
-    for callback in callbacks:
-        for value in vars(callback).values():
-            if not isinstance(value, nn.Module) or value is module:
-                continue
-            for candidate in value.modules():
-                same_class = type(candidate) is type(module) and candidate is not module
-                if same_class and {name for name, _ in candidate.named_parameters()} == names:
-                    found[id(candidate)] = candidate
+    for value in modules_of_callbacks(callbacks):
+        if value is module:
+            continue
+        for candidate in value.modules():
+            same_class = type(candidate) is type(module) and candidate is not module
+            if same_class and {name for name, _ in candidate.named_parameters()} == names:
+                found[id(candidate)] = candidate
     return list(found.values())

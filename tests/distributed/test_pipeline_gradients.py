@@ -1,12 +1,13 @@
 """What the network call tells the averaging of gradients, and what users do with its outputs."""
 
-from typing import Any
+import weakref
+from typing import Any, ClassVar
 
 import torch
 
 from lightning_cnnpar.mesh import create_mesh
 from tests.ranks import run_ranks
-from tests.unit.pipeline.graphs import chain, skips
+from tests.unit.pipeline.graphs import GraphNet, Step, chain, conv, head, only, skips
 from tests.unit.pipeline.pairs import Pair, images, mean_square
 
 
@@ -112,6 +113,52 @@ def test_autocast_is_that_of_the_caller() -> None:
     run_ranks(2, _autocast)
 
 
+class _Watched(torch.autograd.Function):
+    """Does nothing, and knows how many graphs that it is part of are alive."""
+
+    alive: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+    class _Token:
+        pass
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.token = _Watched._Token()
+        _Watched.alive.add(ctx.token)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def _keep_the_output(rank: int, world_size: int) -> tuple[int, int]:
+    def watch(x: torch.Tensor) -> torch.Tensor:
+        watched: torch.Tensor = _Watched.apply(x)
+        return watched
+
+    steps: list[Step] = [
+        ("a", conv(3, 4), ("in0",)),
+        ("b", watch, ("a",)),
+        ("c", watch, ("b",)),
+        ("d", head(4), ("c",)),
+    ]
+    pair = Pair(GraphNet(steps, ["d"], only), [0, 2], [0, 1], 3)
+    _Watched.alive.clear()
+    out = pair.network((images(),), {}, label="step")
+    kept = len(_Watched.alive)
+    torch.autograd.backward(out.sum(), retain_graph=False)
+    assert out.grad_fn is not None
+    with torch.no_grad():
+        pair.network((images(),), {}, label="step")
+    return kept, len(_Watched.alive)
+
+
+def test_graphs_are_freed_by_the_backward() -> None:
+    """Also while the user keeps the output; without gradients nothing is kept at all."""
+    assert run_ranks(2, _keep_the_output) == [(3, 0), (3, 0)]
+
+
 def _use_many_outputs(rank: int, world_size: int) -> float:
     """Large outputs, which travel by microbatch; the graph is gone after the backward."""
     torch.set_default_dtype(torch.float64)
@@ -119,7 +166,7 @@ def _use_many_outputs(rank: int, world_size: int) -> float:
     x = images(4, 64)
     for _ in range(2):
         pair.step(x)
-    return float(pair.net.get_submodule("out").weight.abs().sum())  # type: ignore[operator, union-attr]
+    return float(pair.net.get_submodule("out").weight.abs().sum())  # type: ignore[operator]
 
 
 def test_large_outputs() -> None:

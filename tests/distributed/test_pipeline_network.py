@@ -1,6 +1,7 @@
 """The collective call against the network in one piece: outputs, every gradient, every buffer, in float64."""
 
 import functools
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -280,6 +281,90 @@ def _send_odd_tensors(rank: int, world_size: int) -> None:
 
 def test_tensors_of_any_type() -> None:
     run_ranks(3, _send_odd_tensors)
+
+
+def _random_network(draw: random.Random) -> GraphNet:
+    """Up to ten layers, each on one or two earlier results or inputs, and some of the results as outputs."""
+    names, steps = ["in0", "in1"], list[Step]()
+    for i in range(draw.randint(4, 10)):
+        if draw.random() < 0.6:
+            steps.append((f"s{i}", nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Tanh()), (draw.choice(names),)))
+        else:
+            steps.append((f"s{i}", torch.mul if draw.random() < 0.5 else torch.add, tuple(draw.choices(names, k=2))))
+        names.append(f"s{i}")
+    made = names[2:]
+    return GraphNet(steps, sorted({made[-1], *draw.sample(made, k=draw.randint(0, 2))}))
+
+
+def _train_random_networks(rank: int, world_size: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    mesh = create_mesh(1, world_size)
+    for seed in range(25):
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        net = _random_network(draw)
+        starts = [0, *sorted(draw.sample(range(1, len(net.steps)), k=draw.randint(1, 3)))]
+        ranks = [draw.randrange(world_size) for _ in starts]
+        pair = Pair(net, starts, ranks, draw.randint(1, 4), mesh=mesh, name=f"seed {seed}")
+        for _ in range(2):
+            x = images(draw.randint(2, 6), 4)
+            out, expected = pair.call(x.requires_grad_(draw.random() < 0.5), torch.randn_like(x))
+            used = [i for i in range(len(out)) if draw.random() < 0.7] or [0]
+            if not out[used[0]].requires_grad:
+                continue
+            weights = [torch.randn_like(out[i]) for i in used]
+            for outputs in (out, expected):
+                loss = torch.stack([(outputs[i] * w).sum() for i, w in zip(used, weights, strict=True)]).sum()
+                torch.autograd.backward(loss)
+            pair.check()
+
+
+def test_random_networks_cut_at_random() -> None:
+    run_ranks(3, _train_random_networks)
+
+
+def _leave_a_rank_out(rank: int, world_size: int) -> None:
+    """All stages of this network are on one rank: the other one takes part all the same."""
+    torch.set_default_dtype(torch.float64)
+    mesh = create_mesh(1, world_size)
+    for owner in (0, 1):
+        pair = Pair(skips(), [0, 3], [owner, owner], 3, mesh=mesh)
+        x = images().requires_grad_()
+        out, expected = pair.call(x)
+        gradients = [torch.autograd.grad(mean_square(outputs), x, retain_graph=True) for outputs in (out, expected)]
+        pair.compare("inputs", *gradients)
+        torch.autograd.backward([mean_square(out), mean_square(expected)])
+        pair.check()
+        with torch.no_grad():
+            pair.call(images(0))
+
+
+def test_ranks_without_a_stage_and_batches_without_a_sample() -> None:
+    run_ranks(2, _leave_a_rank_out)
+
+
+def _compare_with_library(rank: int, world_size: int) -> None:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    torch.set_default_dtype(torch.float64)
+    pair = Pair(chain(), [0, 2], [0, 1], 4)
+    x, target = images(), torch.randn(8, 5)
+    loss = nn.MSELoss()
+    torch.autograd.backward(loss(pair.network((x,), {}, label="step"), target))
+    layers = [pair.whole.get_submodule(name) for name in ("a", "b", "drop", "c", "d")]
+    parts = [nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:])]
+    between = parts[0](x[:2]).detach().requires_grad_()
+    examples = [(x[:2],), (between,), (parts[1](between).detach().requires_grad_(),)]
+    stage = PipelineStage(
+        parts[rank], rank, 2, torch.device("cpu"), input_args=examples[rank], output_args=examples[rank + 1]
+    )
+    ScheduleGPipe(stage, 4, loss_fn=loss).step(*(() if rank else (x,)), target=target if rank else None)
+    pair.check()
+
+
+def test_gradients_are_those_of_the_library() -> None:
+    """`torch.distributed.pipelining` with the same cut and microbatches."""
+    run_ranks(2, _compare_with_library)
 
 
 def _narrow(rank: int, world_size: int) -> tuple[float, float]:

@@ -17,8 +17,6 @@ from lightning_cnnpar.pipeline.network import PipelineNetwork
 from tests.ranks import run_ranks
 from tests.unit.pipeline.pairs import TOLERANCE, mean_square
 
-GroupNorm = functools.partial(nn.GroupNorm, 4)
-
 
 class UNet(nn.Module):
     """Skips by `torch.cat`, written as everybody writes it."""
@@ -44,17 +42,19 @@ class UNet(nn.Module):
 
 
 def _resnet() -> nn.Module:
-    return torchvision.models.resnet18(num_classes=5, norm_layer=lambda channels: nn.GroupNorm(4, channels))
+    net: nn.Module = torchvision.models.resnet18(num_classes=5, norm_layer=functools.partial(nn.GroupNorm, 4))
+    return net
 
 
 def _batch_norm_resnet() -> nn.Module:
-    return torchvision.models.resnet18(num_classes=5)
+    net: nn.Module = torchvision.models.resnet18(num_classes=5)
+    return net
 
 
 def _googlenet() -> nn.Module:
-    return torchvision.models.googlenet(
-        num_classes=5, aux_logits=True, init_weights=False, dropout=0.0, dropout_aux=0.0
-    )
+    options = {"aux_logits": True, "init_weights": False, "dropout": 0.0, "dropout_aux": 0.0}
+    net: nn.Module = torchvision.models.googlenet(num_classes=5, **options)
+    return net
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, int, int]] = {

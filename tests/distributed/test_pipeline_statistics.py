@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_cnnpar.mesh import create_mesh
 from tests.ranks import run_ranks
@@ -66,6 +67,37 @@ def _normalise_microbatches(rank: int, world_size: int) -> None:
 
 def test_deep_statistics_and_gradients() -> None:
     run_ranks(2, _normalise_microbatches)
+
+
+class _Checkpointed(nn.Module):
+    """Computes its forward again in the backward, as users do to save memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(lambda x: self.drop(self.norm(x)), x, use_reentrant=False)
+        return out
+
+
+def _compute_again(rank: int, world_size: int) -> list[float]:
+    torch.set_default_dtype(torch.float64)
+    steps: list[Step] = [("a", _Checkpointed(), ("in0",)), ("b", _Checkpointed(), ("a",)), ("d", head(3), ("b",))]
+    pair = Pair(GraphNet(steps, ["d"], only), [0, 1], [0, 1], 4)
+    x = images().requires_grad_()
+    before = torch.get_rng_state()
+    torch.autograd.backward(pair.network((x,), {}, label="step").square().mean())
+    assert torch.equal(torch.get_rng_state(), before)
+    if rank == 0:
+        pair.compare("mean", pair.net.get_buffer("a.norm.running_mean"), x.detach().mean((0, 2, 3)) * 0.1)
+    own = [buffer for name, buffer in pair.net.named_buffers() if name.split(".")[0] in pair.own]
+    return [buffer.item() for buffer in own if buffer.dim() == 0]
+
+
+def test_a_forward_that_is_computed_again_counts_once() -> None:
+    assert run_ranks(2, _compute_again) == [[1], [1]]
 
 
 def _advise(rank: int, world_size: int) -> tuple[list[str], int]:

@@ -15,10 +15,10 @@ def _compare(deferred: nn.Module, whole: nn.Module, tolerance: float = 1e-12) ->
 
 
 def _in_microbatches(module: nn.Module, x: Tensor, sizes: list[int]) -> None:
-    statistics = DeferredStatistics(batch_norms(module))
+    statistics = DeferredStatistics(batch_norms(module), len(sizes))
     with statistics.recording():
         for part in torch.split(x, sizes):
-            statistics.begin_microbatch()
+            statistics.begin(0)
             module(part).sum().backward()
     statistics.update()
 
@@ -72,13 +72,30 @@ def test_a_layer_used_twice_is_updated_twice_in_order() -> None:
     assert net.norm.num_batches_tracked == 2
 
 
+def test_stages_that_share_a_layer() -> None:
+    """Each stage runs all microbatches before the next stage does."""
+    module = nn.BatchNorm1d(3).double()
+    whole = copy.deepcopy(module)
+    x = torch.randn(6, 3, dtype=torch.float64)
+    statistics = DeferredStatistics([module], 3)
+    with statistics.recording():
+        for stage, values in ((0, x), (2, x * 2 + 1)):
+            for part in torch.split(values, 2):
+                statistics.begin(stage)
+                module(part)
+    statistics.update()
+    whole(x)
+    whole(x * 2 + 1)
+    _compare(module, whole)
+
+
 @pytest.mark.parametrize("change", ["eval", "untracked"])
 def test_layers_that_do_not_track_are_left_alone(change: str) -> None:
     module = nn.BatchNorm1d(3, track_running_stats=change != "untracked")
     if change == "eval":
         module.eval()
     before = copy.deepcopy(module.state_dict())
-    statistics = DeferredStatistics([module])
+    statistics = DeferredStatistics([module], 2)
     with statistics.recording():
         assert "forward" not in vars(module)
         module(torch.randn(4, 3))
@@ -89,7 +106,7 @@ def test_layers_that_do_not_track_are_left_alone(change: str) -> None:
 def test_nothing_changes_when_a_microbatch_fails() -> None:
     module = nn.BatchNorm1d(3)
     before = copy.deepcopy(module.state_dict())
-    statistics = DeferredStatistics([module])
+    statistics = DeferredStatistics([module], 2)
     with statistics.recording():
         module(torch.randn(4, 3))
         with pytest.raises(ValueError, match="Expected more than 1 value"):

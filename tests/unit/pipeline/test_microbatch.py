@@ -1,4 +1,5 @@
 import dataclasses
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,11 +58,13 @@ def test_batch_size_is_found(args: Any, kwargs: Any) -> None:
     ],
 )
 def test_what_is_not_certain_is_not_cut(args: Any, reason: str) -> None:
-    import re
-
     batch = _find(*args)
     assert batch.size is None
     assert re.search(reason, batch.reason)
+
+
+def test_one_sample_needs_no_care() -> None:
+    assert _find(torch.zeros(1, 3), [torch.zeros(4)]) == Batch(size=1)
 
 
 def test_the_number_of_arguments_is_no_batch_size() -> None:

@@ -13,16 +13,16 @@ def test_large_outputs_arrive_where_they_belong(memory_format: torch.memory_form
     outputs = JoinedOutputs(1, (3, 2), CPU)
     for m, part in enumerate(torch.split(whole, [3, 2])):
         meta = wire.describe(part)
-        outputs.describe(0, meta)
-        assert not outputs.is_late(0)
-        tensor, block = outputs.place(0, m, meta)
+        placed = outputs.expect(0, m, meta)
+        assert placed is not None
+        tensor, block = placed
         block.copy_(wire.flat(part, meta))
         outputs.add(0, tensor)
     outputs.check()
     joined = outputs.join(0)
     assert torch.equal(joined, whole)
     assert joined.stride() == whole.stride()
-    assert joined.data_ptr() == outputs.place(0, 0, wire.describe(whole[:3]))[0].data_ptr()
+    assert joined.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 def test_small_outputs_are_sent_joined() -> None:
@@ -41,8 +41,9 @@ def test_microbatches_of_other_shapes_are_still_joined() -> None:
     """The last dimension differs between microbatches: a copy is made in the end, or an error as `torch.cat` gives."""
     outputs = JoinedOutputs(1, (2, 1), CPU)
     for m, part in enumerate([torch.zeros(2, 20_000), torch.zeros(1, 20_001)]):
-        outputs.describe(0, wire.describe(part))
-        outputs.add(0, outputs.place(0, m, wire.describe(part))[0])
+        placed = outputs.expect(0, m, wire.describe(part))
+        assert placed is not None
+        outputs.add(0, placed[0])
     with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
         outputs.join(0)
 
