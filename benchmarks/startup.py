@@ -2,7 +2,8 @@
 
     python -m benchmarks.startup
 
-Prints seconds for each network, and for residual networks of growing depth the seconds per block, which should not grow.
+Prints seconds for each network, and for residual networks of growing depth the seconds per block, which should not
+grow.
 """
 
 import argparse
@@ -49,7 +50,11 @@ def main() -> None:
     for depth in DEPTHS:
         network = ResNet(Bottleneck, [2, 2, depth, 2])
         seconds = seconds_to_cut(network, 64, 4)
-        print(json.dumps({"blocks": depth + 6, "seconds": round(seconds, 2), "per block": round(seconds / (depth + 6), 4)}))
+        print(
+            json.dumps(
+                {"blocks": depth + 6, "seconds": round(seconds, 2), "per block": round(seconds / (depth + 6), 4)}
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -189,7 +189,10 @@ def main() -> int:
     console.rule("Result")
     table = Table("layout", "test accuracy", "images/s", "peak memory per rank", "bubble")
     bubble = (STAGES - 1) / (strategy.num_microbatches + STAGES - 1)
-    rows = [("one process", alone, alone_measured, 0.0), (f"{STAGES} stages x {REPLICAS} replicas", accuracy, measured, bubble)]
+    rows = [
+        ("one process", alone, alone_measured, 0.0),
+        (f"{STAGES} stages x {REPLICAS} replicas", accuracy, measured, bubble),
+    ]
     for layout, percent, run, idle in rows:
         memory = " ".join(f"{peak}" for peak in run.memory)
         table.add_row(layout, f"{percent:.2f} %", f"{run.speed:,.0f}", f"{memory} MiB", f"{idle:.0%}")

@@ -276,7 +276,7 @@ def module_hooks(module: torch.nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def intercepted_checkpointing(decide: Callable[..., Any]) -> Iterator[None]:
-    """Let `decide(original, function, args, kwargs, options)` carry out `torch.utils.checkpoint.checkpoint` (torch 2.14).
+    """Let `decide(original, function, args, kwargs, options)` carry out torch's `checkpoint` (torch 2.14).
 
     Before 2.14 nothing is intercepted.
     """

@@ -11,11 +11,17 @@ A row is a replica (`pipeline_group`, `control_group`), a column holds the same 
 """
 
 import dataclasses
+import hashlib
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+# A message between replicas: what it is about, its length, and its beginning.
+_TAG, _LENGTH, _BODY = 16, 8, 520
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,4 +132,60 @@ def create_mesh(data_size: int, pipeline_size: int, *, timeout: timedelta = DEFA
         control_group=groups(rows, coordinates.data, "gloo"),
         data_control_group=groups(columns, coordinates.pipeline, "gloo"),
         timeout=timeout,
+    )
+
+
+class DifferentPointsError(RuntimeError):
+    """The replicas of a run have come to different places of the program."""
+
+
+def meet(mesh: Mesh, what: str, payload: bytes = b"") -> list[bytes]:
+    """Exchange a few bytes between the replicas, who must all be at the same point of the program.
+
+    Everything that goes over `data_control_group` in a step starts here. All messages begin alike, so that replicas
+    which are out of step are told so by name, where collectives of different kinds or sizes would hang or end the
+    process.
+
+        frame    tag of `what` (16) | length (8) | first 520 bytes of the payload
+        then     the payloads, if one of them is longer
+
+    Args:
+        mesh: The grid, with more than one replica. The ranks that hold the same stage call this.
+        what: What they meet for.
+        payload: What this replica says.
+
+    Returns:
+        The payloads of all replicas.
+
+    Raises:
+        DifferentPointsError: If another replica is there for something else.
+    """
+    tag = hashlib.blake2b(what.encode(), digest_size=_TAG).digest()
+    frame = tag + len(payload).to_bytes(_LENGTH, "little") + payload[:_BODY].ljust(_BODY, b"\0")
+    frames = _all_gather(frame, mesh)
+    if any(other[:_TAG] != tag for other in frames):
+        raise _different_points(what, mesh)
+    lengths = [int.from_bytes(other[_TAG : _TAG + _LENGTH], "little") for other in frames]
+    if max(lengths) <= _BODY:
+        bodies = [other[_TAG + _LENGTH :] for other in frames]
+    else:
+        bodies = _all_gather(payload.ljust(max(lengths), b"\0"), mesh)
+    return [body[:length] for body, length in zip(bodies, lengths, strict=True)]
+
+
+def _all_gather(data: bytes, mesh: Mesh) -> list[bytes]:
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    rows = [torch.empty_like(own) for _ in range(mesh.data_size)]
+    dist.all_gather(rows, own, group=mesh.data_control_group)
+    return [row.numpy().tobytes() for row in rows]
+
+
+def _different_points(what: str, mesh: Mesh) -> DifferentPointsError:
+    everywhere: list[Any] = [None] * mesh.data_size
+    dist.all_gather_object(everywhere, what, group=mesh.data_control_group)
+    seen = "; ".join(f"replica {d} {other}" for d, other in enumerate(everywhere))
+    return DifferentPointsError(
+        f"The replicas are at different points: {seen}. All replicas must log the same keys with sync_dist=True, and"
+        f" make the same network calls and backward passes: log a key on every rank, or with sync_dist=False and"
+        f" rank_zero_only=True, and look for branches that depend on the rank or on the local data."
     )

@@ -123,9 +123,9 @@ def page(results: Sequence[Result]) -> str:
     lines = [
         "# Networks that are cut without an edit",
         "",
-        f"{len(right)} of {len(models)} networks of torchvision {torchvision.__version__.split('+')[0]} are cut into 2"
-        f" and 4 stages with the outputs, gradients and buffers of the whole network (torch"
-        f" {torch.__version__.split('+')[0]}, float32, training and evaluation).",
+        f"{len(right)} of {len(models)} networks of torchvision {_release(torchvision)} are cut into 2 and 4 stages",
+        f"with the outputs, gradients and buffers of the whole network (torch {_release(torch)}, float32, training and",
+        "evaluation).",
         "This page is made by `python -m scripts.model_table --write`.",
         "",
         "*Tensors* is how many cross each cut; *imbalance* is the slowest stage's operations against the mean.",
@@ -139,6 +139,10 @@ def page(results: Sequence[Result]) -> str:
         problem = "; ".join(dict.fromkeys(row.problem for row in rows if row.problem)) or "right"
         lines.append(f"| {name} | {' | '.join(cells)} | {max(row.seconds for row in rows):.1f} | {problem} |")
     return "\n".join(lines) + "\n"
+
+
+def _release(package: Any) -> str:
+    return str(package.__version__.split("+")[0])
 
 
 def main() -> None:

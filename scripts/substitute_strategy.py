@@ -1,7 +1,6 @@
-"""A pytest plugin: records each test's outcome and, if asked, trains with `HybridStrategy` where Lightning would pick one
-CPU device by itself.
+"""A pytest plugin that records outcomes and puts `HybridStrategy` where Lightning would pick one CPU device.
 
-    python -m pytest -p scripts.substitute_strategy --outcomes FILE [--substitute-strategy] ...
+python -m pytest -p scripts.substitute_strategy --outcomes FILE [--substitute-strategy] ...
 """
 
 import json

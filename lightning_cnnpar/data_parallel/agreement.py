@@ -1,4 +1,4 @@
-"""What the ranks agree on at the end of a backward pass, in one small all-reduce over CPU groups.
+"""What the ranks agree on at the end of a backward pass, in one small exchange over CPU groups.
 
 One byte for each parameter and flag; the largest value wins. The flags are known on the CPU, so neither sending nor
 reading them waits for a device.
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from lightning_cnnpar.mesh import Mesh
+from lightning_cnnpar.mesh import Mesh, meet
 
 
 class GradientAgreementError(RuntimeError):
@@ -55,7 +55,8 @@ def agree(
     own = bytes(4 * size)
     if mesh.data_size > 1:
         frozen = bytes(1 - flag for flag in expected)
-        merged = _maximum(touched + late + expected + frozen + shared, mesh.data_control_group)
+        rows = meet(mesh, "averages gradients", touched + late + expected + frozen + shared)
+        merged = bytes(map(max, zip(*rows, strict=True)))
         own, shared = merged[: 4 * size], merged[4 * size :]
     if shared and mesh.pipeline_size > 1:
         shared = _maximum(shared, mesh.control_group)

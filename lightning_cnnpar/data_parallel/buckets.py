@@ -39,8 +39,8 @@ class Bucket:
     """The gradients that one collective reduces, all of one dtype on one device.
 
     The gradients are copied into the flat tensor and back: what the user holds in `parameter.grad` stays the same
-    tensor with the same strides, and stays local until the end of the pass. The flat tensor is kept between passes, since
-    on a CPU the page faults of a new one cost more than both copies.
+    tensor with the same strides, and stays local until the end of the pass. The flat tensor is kept between passes,
+    since on a CPU the page faults of a new one cost more than both copies.
 
     Attributes:
         index: Position in the order of launches, the same on every rank.
@@ -86,7 +86,7 @@ class Bucket:
 
     @torch.no_grad()
     def pack_early(self, position: int) -> None:
-        """Copy one gradient as soon as it is there: it is still in the cache. On a device, few large copies are better."""
+        """Copy one gradient while it is still in the cache. On a device, few large copies are better."""
         slot = next(slot for slot in self.slots if slot.position == position)
         if slot.parameter.device.type == "cpu":
             self._copy_in(slot)

@@ -83,7 +83,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         factor = self._count_batch()
         mean, var = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
         group = _group
-        # A network that is being traced gives tensors without values: there is nothing to share, and nobody to share with.
+        # A network that is being traced gives tensors without values: there is nothing to share, and nobody to share
+        # with.
         if group is None or dist.get_world_size(group) == 1 or is_fake(input):
             self.last_count = _count(input)
             return F.batch_norm(input, mean, var, self.weight, self.bias, True, factor, self.eps)

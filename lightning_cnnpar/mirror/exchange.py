@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from lightning_cnnpar.mesh import Mesh
+from lightning_cnnpar.mesh import Mesh, meet
 from lightning_cnnpar.mirror.failures import pack_exception, raise_packed
 
 _INTEGERS, _OBJECTS, _FAILURE = range(3)
@@ -41,6 +41,7 @@ class GroupExchange:
     def __init__(self, mesh: Mesh) -> None:
         self.size = mesh.data_size
         self.index = mesh.data_rank
+        self._mesh = mesh
         self._group = mesh.data_control_group
         self._first = mesh.pipeline_rank
 
@@ -48,6 +49,7 @@ class GroupExchange:
         """See `Exchange.from_first`."""
         if self.size == 1:
             return make()
+        meet(self._mesh, "begins an epoch")
         if self.index == 0:
             return self._tell(make)
         kind, payload = self._listen()
@@ -62,10 +64,8 @@ class GroupExchange:
         """See `Exchange.gather`."""
         if self.size == 1:
             return [value]
-        values = torch.zeros(self.size, dtype=torch.int64, device="cpu")
-        values[self.index] = value
-        dist.all_reduce(values, group=self._group)
-        return values.tolist()
+        rows = meet(self._mesh, "takes a batch", value.to_bytes(8, "little", signed=True))
+        return [int.from_bytes(row, "little", signed=True) for row in rows]
 
     def _tell(self, make: Callable[[], list[Any]]) -> list[Any]:
         try:

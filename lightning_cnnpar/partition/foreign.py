@@ -121,8 +121,9 @@ def _error(tensor: Foreign, what: str) -> ForeignTensorError:
         f" replica, which holds that pipeline stage. Code that reads parameters of the network outside of the network's"
         f" own forward sees only its own stage. If the step reads it beside a network that it calls, name that network:"
         f" `HybridStrategy(network=...)`; what is around it then stays on every rank. Otherwise use"
-        f" `with trainer.strategy.whole_module():` to read weights, `trainer.strategy.clip_grad_norm_(...)` for gradient"
-        f" norms, the optimizer's `weight_decay` for an L2 penalty, or compute the term inside the network's forward."
+        f" `with trainer.strategy.whole_module():` to read weights, `trainer.strategy.clip_grad_norm_(...)` for"
+        f" gradient norms, the optimizer's `weight_decay` for an L2 penalty, or compute the term inside the network's"
+        " forward."
     )
 
 

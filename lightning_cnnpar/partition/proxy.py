@@ -21,8 +21,8 @@ _ASKS_FOR_CLASS = frozenset({"isinstance", "__class__", "issubclass"})
 class NetworkProxy(fx.Proxy):
     """A value of the network.
 
-    `isinstance(x, torch.Tensor)` is true for stand-ins of tensors, since forwards ask that. Only Python code that asks so
-    is told: compiled code that believed it would read memory that isn't there.
+    `isinstance(x, torch.Tensor)` is true for stand-ins of tensors, since forwards ask that. Only Python code that asks
+    so is told: compiled code that believed it would read memory that isn't there.
     """
 
     @property

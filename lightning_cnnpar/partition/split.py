@@ -463,7 +463,9 @@ def _is_torch_layer(module: nn.Module) -> bool:
     if module.__module__.startswith("torch.nn"):
         return not isinstance(module, nn.Sequential)
     leaf = next(module.children(), None) is None
-    return leaf and any(base.__module__.startswith("torch.nn.") for base in type(module).__mro__ if base is not nn.Module)
+    return leaf and any(
+        base.__module__.startswith("torch.nn.") for base in type(module).__mro__ if base is not nn.Module
+    )
 
 
 def _shapes(leaves: Sequence[Any]) -> tuple[Any, ...]:

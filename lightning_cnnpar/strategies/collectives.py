@@ -4,7 +4,6 @@ All ranks of a replica compute the same values, so a mean over *all* ranks would
 concatenation would count each sample P times. Everything here runs over the D ranks that hold the same stage.
 """
 
-import hashlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,11 +14,10 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_cnnpar._compat import caller_metric_name
-from lightning_cnnpar.mesh import Mesh
+from lightning_cnnpar.mesh import Mesh, meet
 
 # Small tensors are reduced by gathering them together with the name of what is reduced.
-_TAGGED_NUMEL = 64
-_TAG_BYTES = 16
+_CHECKED_NUMEL = 64
 
 _current_mesh = Mesh()
 
@@ -58,15 +56,15 @@ def reduce_over_data(value: Any, mesh: Mesh, group: Any, op: Any) -> Any:
         op: "mean", "avg", "sum", "min", "max" or a `ReduceOp`; `None` is "mean".
 
     Raises:
-        RuntimeError: If another replica reduces something else at this point, with the names of both.
+        DifferentPointsError: If another replica does something else at this point, with the names of both.
     """
     if not isinstance(value, Tensor):
         return value
     if group is None and mesh.data_size == 1:
         return value
     name = op.lower() if isinstance(op, str) else _name(op)
-    if group is None and mesh.data_control_group is not None and value.numel() <= _TAGGED_NUMEL:
-        return _tagged_reduce(value, mesh, name)
+    if group is None and mesh.data_control_group is not None and 0 < value.numel() <= _CHECKED_NUMEL:
+        return _checked_reduce(value, mesh, name)
     group = group if group is not None else mesh.data_group
     reduced = value.clone().contiguous()
     is_mean = name in ("mean", "avg")
@@ -113,33 +111,13 @@ def _stack(tensor: Tensor, group: Any) -> Tensor:
     return torch.stack(parts)
 
 
-def _tagged_reduce(value: Tensor, mesh: Mesh, op: str) -> Tensor:
+def _checked_reduce(value: Tensor, mesh: Mesh, op: str) -> Tensor:
     """Reduce a few numbers and check that every replica means the same ones."""
-    label = f"{caller_metric_name() or '(no name)'}, {op}, shape {tuple(value.shape)}"
-    tag = hashlib.blake2b(label.encode(), digest_size=_TAG_BYTES).digest()
-    width = _TAG_BYTES + _TAGGED_NUMEL * 8
-    payload = torch.zeros(width, dtype=torch.uint8)
-    payload[:_TAG_BYTES] = torch.frombuffer(bytearray(tag), dtype=torch.uint8)
     exact = value.detach().cpu().to(torch.float64 if value.is_floating_point() else torch.int64).reshape(-1)
-    payload[_TAG_BYTES : _TAG_BYTES + exact.numel() * 8] = exact.contiguous().view(torch.uint8)
-    rows = [torch.empty_like(payload) for _ in range(mesh.data_size)]
-    dist.all_gather(rows, payload, group=mesh.data_control_group)
-    gathered = torch.stack(rows)
-    tags = gathered[:, :_TAG_BYTES]
-    if not bool((tags == tags[0]).all()):
-        raise _different_keys(label, mesh)
-    values = gathered[:, _TAG_BYTES : _TAG_BYTES + exact.numel() * 8].contiguous().view(exact.dtype)
+    what = f"reduces {caller_metric_name() or 'a value'!r} ({op}, shape {tuple(value.shape)})"
+    rows = meet(mesh, what, exact.numpy().tobytes())
+    values = torch.stack([torch.frombuffer(bytearray(row), dtype=exact.dtype) for row in rows])
     return _combine(values, op).reshape(value.shape).to(value.device, _result_dtype(value, op))
-
-
-def _different_keys(label: str, mesh: Mesh) -> RuntimeError:
-    labels: list[Any] = [None] * mesh.data_size
-    dist.all_gather_object(labels, label, group=mesh.data_control_group)
-    seen = "; ".join(f"replica {d}: {other}" for d, other in enumerate(labels))
-    return RuntimeError(
-        f"The replicas reduce different values at the same point: {seen}. A key logged with sync_dist=True must be"
-        f" logged on every rank; log it unconditionally, or with sync_dist=False and rank_zero_only=True."
-    )
 
 
 def _combine(values: Tensor, op: str) -> Tensor:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cnnpar import tree
-from lightning_cnnpar.mesh import Mesh
+from lightning_cnnpar.mesh import Mesh, meet
 from lightning_cnnpar.partition.split import Partitioner
 
 
@@ -26,9 +26,8 @@ def place_alike(partitioner: Partitioner, args: tuple[Any, ...], kwargs: dict[st
         return
     leaves, _ = tree.flatten((args, kwargs))
     shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
-    everywhere: list[Any] = [None] * mesh.data_size
-    dist.all_gather_object(everywhere, shapes, group=mesh.data_control_group)
-    if all(other == shapes for other in everywhere):
+    everywhere = meet(mesh, f"calls a network for the first time, {len(leaves)} inputs", repr(shapes).encode())
+    if len(set(everywhere)) == 1:
         return
     placed: list[Any] = [None]
     if mesh.data_rank == 0:

@@ -35,7 +35,9 @@ class Logging(nets.Classifier):
         loss = self._loss(outputs, labels)
         self.accuracy(outputs, labels)
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
-        self.log_dict({"largest": outputs.max(), "last": outputs.new_tensor(batch_idx)}, reduce_fx="max", sync_dist=True)
+        self.log_dict(
+            {"largest": outputs.max(), "last": outputs.new_tensor(batch_idx)}, reduce_fx="max", sync_dist=True
+        )
         self.log("samples", float(len(labels)), reduce_fx="sum", sync_dist=True)
         self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
         if self.global_rank == 0:

@@ -146,4 +146,4 @@ def test_replicas_predict_each_sample_once_and_know_its_index(
         for index, scores in by_index.items():
             assert torch.allclose(scores, expected[index], atol=1e-10), index
     for _, found in on_ranks:
-        assert found["written"][2] == [found["written"][1][len(found["predicted before"]):]]
+        assert found["written"][2] == [found["written"][1][len(found["predicted before"]) :]]

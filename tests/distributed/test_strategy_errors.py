@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
@@ -100,7 +99,9 @@ def test_mistakes_are_named_with_the_way_out() -> None:
         assert f"on rank {1 - rank} of the replica" in errors["weights"]
         assert "weight_decay" in errors["weights"]
         assert "whole_module()" in errors["weights"]
-        assert errors["untraceable"].startswith("UntraceableError: The forward of 'model' (Branching) can't be cut in 2")
+        assert errors["untraceable"].startswith(
+            "UntraceableError: The forward of 'model' (Branching) can't be cut in 2"
+        )
         assert "test_strategy_errors.py" in errors["untraceable"]
         assert "if x.sum() > 0:" in errors["untraceable"]
         assert 'network="model.body"' in errors["untraceable"]

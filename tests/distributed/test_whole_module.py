@@ -13,7 +13,16 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_cnnpar import HybridStrategy
 from tests import nets
-from tests.fitting import Case, Layout, Record, assert_same_tensors, assert_same_tree, loaders, make_strategy, make_trainer
+from tests.fitting import (
+    Case,
+    Layout,
+    Record,
+    assert_same_tensors,
+    assert_same_tree,
+    loaders,
+    make_strategy,
+    make_trainer,
+)
 from tests.ranks import run_ranks
 
 # Of plain Lightning, in this process.

@@ -11,14 +11,22 @@ import torch
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
-    LearningRateMonitor,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
 from torch.utils.data import DataLoader
 
 from tests import nets
-from tests.fitting import Case, Layout, Record, assert_same_tensors, assert_same_tree, loaders, make_strategy, make_trainer
+from tests.fitting import (
+    Case,
+    Layout,
+    Record,
+    assert_same_tensors,
+    assert_same_tree,
+    loaders,
+    make_strategy,
+    make_trainer,
+)
 from tests.ranks import run_ranks
 
 # Of plain Lightning, in this process.
@@ -84,7 +92,9 @@ def fit(name: str, folder: Path, layout: Layout | None, resume: Path | None = No
         "callbacks": [dict(callback.state_dict()) for callback in trainer.callbacks],
     }
     if name == "best":
-        found["test"] = trainer.validate(dataloaders=DataLoader(nets.Images(8), 8 // replicas), ckpt_path="best", verbose=False)
+        found["test"] = trainer.validate(
+            dataloaders=DataLoader(nets.Images(8), 8 // replicas), ckpt_path="best", verbose=False
+        )
         found["best state"] = dict(module.state_dict())
     return found
 
@@ -113,7 +123,7 @@ def test_callbacks_leave_what_they_leave_in_one_process(
             assert_same_tree(_portable(found[name], tmp_path), _portable(expected[name], folder), name)
     files = sorted(path.relative_to(folder) for path in folder.rglob("*.ckpt"))
     assert len(files) >= 8
-    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")if path.is_file()) == files
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()) == files
     for file in files:
         own, other = (torch.load(place / file, weights_only=True) for place in (tmp_path, folder))
         assert_same_tree(_portable(own, tmp_path), _portable(other, folder), str(file))

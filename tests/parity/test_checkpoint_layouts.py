@@ -8,7 +8,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from tests import nets
 from tests.fitting import (

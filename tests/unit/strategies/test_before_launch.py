@@ -29,7 +29,12 @@ def _no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_trainer(strategy: Any, devices: int = 4, **more: Any) -> pl.Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     return pl.Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, **quiet, **more)
 
 
@@ -121,7 +126,9 @@ def test_the_command_line_interface_reads_every_option(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(CONFIG)
     arguments = ["--config", str(file), "--trainer.strategy.num_microbatches", "16"]
-    cli = LightningCLI(run=False, args=arguments, save_config_callback=None, subclass_mode_model=True, model_class=pl.LightningModule)
+    cli = LightningCLI(
+        run=False, args=arguments, save_config_callback=None, subclass_mode_model=True, model_class=pl.LightningModule
+    )
     strategy = cli.trainer.strategy
     assert isinstance(strategy, HybridStrategy)
     options = strategy.options
@@ -130,4 +137,8 @@ def test_the_command_line_interface_reads_every_option(tmp_path: Path) -> None:
     assert isinstance(strategy.precision_plugin, HybridPrecision)
     assert strategy.precision_plugin.precision == "bf16-mixed"
     with pytest.raises(SystemExit):
-        LightningCLI(run=False, args=["--config", str(file), "--trainer.strategy.schedule", "dualpipe"], model_class=nets.Classifier)
+        LightningCLI(
+            run=False,
+            args=["--config", str(file), "--trainer.strategy.schedule", "dualpipe"],
+            model_class=nets.Classifier,
+        )
