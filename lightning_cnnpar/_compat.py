@@ -5,6 +5,7 @@ Nothing else in the package may touch a name that starts with an underscore in a
 
 import contextlib
 import copy
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -296,13 +297,23 @@ def intercepted_checkpointing(decide: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def checked_autograd_functions(check: Callable[[Any], None]) -> Iterator[None]:
-    """Call `check` with the arguments of each `torch.autograd.Function.apply`, before it runs (torch 2.14)."""
-    home: Any = torch._functorch.utils
-    original = home.unwrap_dead_wrappers
+    """Call `check` with the arguments of each `torch.autograd.Function.apply`, before its forward runs (torch 2.14).
 
-    def unwrap(args: Any) -> Any:
-        check(args)
-        return original(args)
+    `apply` is compiled and bound wherever users keep it, but it looks `forward` up on the class.
+    """
+    home = torch.autograd.function.FunctionMeta
 
-    with mock.patch.object(home, "unwrap_dead_wrappers", unwrap):
+    def find(function: Any, name: str) -> Any:
+        found = type.__getattribute__(function, name)
+        if name != "forward":
+            return found
+
+        @functools.wraps(found)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            check((args, kwargs))
+            return found(*args, **kwargs)
+
+        return forward
+
+    with mock.patch.object(home, "__getattribute__", find):
         yield

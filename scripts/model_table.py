@@ -112,6 +112,7 @@ def _compare(network: nn.Module, partition: Any, whole: nn.Module, images: Tenso
 
 
 def _close(a: Tensor, b: Any) -> bool:
+    a, b = a.detach(), b.detach()
     scale = float(b.abs().max()) if b.numel() else 0.0
     return bool(((a - b).abs() <= TOLERANCE * max(scale, 1e-6)).all())
 

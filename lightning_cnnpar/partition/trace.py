@@ -346,7 +346,7 @@ class NetworkTracer(fx.Tracer):
             value = other.value(node)
             if value is UNKNOWN:
                 return False
-            if node.op == "call_module" and getattr(value, "shape", None) != getattr(known, "shape", None):
+            if node.meta["work"].tensors and getattr(value, "shape", None) != getattr(known, "shape", None):
                 break
         return True
 

@@ -8,8 +8,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+from torch.utils.data import DataLoader
+
+from tests import nets
+from tests.fitting import Case, Layout, Record, assert_same_tensors, fit_alone, make_strategy, make_trainer
+from tests.ranks import run_ranks
 
 SCRIPT = "tests.distributed.launched"
 PAIR = {"pipeline_parallel_size": 2, "data_parallel_size": 1}
@@ -103,3 +110,40 @@ def test_all_ranks_train_and_end_within_seconds_of_a_failure(method: str, fault:
         assert "the user's own mistake" in first, finished.err
     else:
         assert re.search("killed, or out of memory|SIGKILL", finished.err), finished.err
+
+
+def test_two_nodes_of_two_ranks_hold_a_replica_each() -> None:
+    expected = fit_alone(NODES)
+    for rank, (coordinates, loader_reads, state) in enumerate(run_ranks(4, _fit_on_two_nodes)):
+        assert coordinates == (rank // 2, rank % 2)
+        assert loader_reads == (rank % 2 == 0)
+        assert_same_tensors(state, expected.state, 1e-10)
+
+
+NODES = Case(module=nets.Classifier, train=nets.images40)
+
+
+def _fit_on_two_nodes(rank: int, world: int) -> Any:
+    os.environ.update(
+        LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2", GROUP_RANK=str(rank // 2), NODE_RANK=str(rank // 2)
+    )
+    pl.seed_everything(1, verbose=False)
+    strategy = make_strategy(Layout(2, 2))
+    trainer = make_trainer(NODES, strategy, 2, "", Record(), num_nodes=2)
+    module = nets.Classifier()
+    read: list[int] = []
+    images = Noted(40)
+    images.read = read
+    trainer.fit(module, DataLoader(images, 4))
+    assert trainer.world_size == 4
+    return (strategy.mesh.data_rank, strategy.mesh.pipeline_rank), bool(read), dict(module.state_dict())
+
+
+class Noted(nets.Images):
+    """Notes what is read."""
+
+    read: list[int]
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        return super().__getitem__(index)

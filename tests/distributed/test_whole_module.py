@@ -68,6 +68,10 @@ class Exports(pl.Callback):
         self.found["kept"] = sum(one == two for one, two in zip(self.found.pop("ids"), after, strict=True))
 
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.found["end norm"] = sum(float(parameter.detach().norm()) for parameter in pl_module.parameters())
+
+
 class WholeAlone(Exports):
     """The same on one process, where the module is whole anyway."""
 
@@ -111,6 +115,7 @@ def test_the_module_is_whole_where_it_is_asked_for(tmp_path: Path) -> None:
         assert_same_tensors(found["state"], expected["state"], 1e-10)
         assert_same_tensors(found["final"], expected["final"], 1e-10)
         assert found["norm"] == pytest.approx(expected["norm"], abs=1e-9)
+        assert found["end norm"] == pytest.approx(expected["end norm"], abs=1e-9)
         assert found["summary"] == expected["summary"]
         for key in ("call", "local call", "exported", "scripted"):
             assert torch.allclose(found[key], expected["call"], atol=1e-10), key

@@ -79,7 +79,7 @@ def _continue(layout: Layout | None, path: Path) -> Continued:
     record = Record()
     trainer = _trainer(layout, path.parent, record, max_epochs=2, limit_train_batches=3)
     module = Everything()
-    trainer.fit(module, **_loaders(layout), ckpt_path=path)
+    trainer.fit(module, **_loaders(layout), ckpt_path=path, weights_only=True)
     return Continued(
         losses=[values["train_loss"] for values in record.logged],
         state={name: tensor.clone() for name, tensor in module.state_dict().items()},

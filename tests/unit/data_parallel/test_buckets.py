@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from lightning_cnnpar.data_parallel.buckets import Bucket, assign_buckets, flat_kind, gradient_bytes
 
 
-def bucket_of(*parameters: nn.Parameter, size: int = 1) -> Bucket:
-    return Bucket(0, [(i, (f"p{i}", parameter)) for i, parameter in enumerate(parameters)], None, size)
+def bucket_of(*parameters: nn.Parameter, group_size: int = 1) -> Bucket:
+    members = [(i, (str(i), parameter)) for i, parameter in enumerate(parameters)]
+    return Bucket(0, members, None, group_size)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +49,10 @@ def test_gradients_survive_the_round_trip(dtype: torch.dtype) -> None:
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     before: list[Tensor] = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
-    bucket = bucket_of(*parameters)
-    flat = bucket.pack(0.5)
+    bucket = bucket_of(*parameters, group_size=2)
+    bucket.pack_early(1)
+    bucket.pack()
+    flat = bucket.flat
     assert flat.nbytes == bucket.num_bytes == sum(map(gradient_bytes, parameters))
     assert flat.dtype == flat_kind(parameters[0])[0]
     bucket.unpack({0, 1})
@@ -61,32 +64,33 @@ def test_memory_format_and_identity_of_gradients_stay() -> None:
     weight = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
     weight.grad = torch.randn_like(weight)
     mine, values = weight.grad, weight.grad.clone()
-    bucket = bucket_of(weight)
+    bucket = bucket_of(weight, group_size=2)
     # The part has the strides of the gradient, so that copies run along the memory.
-    assert bucket.parts[0][1].stride() == weight.stride()
-    bucket.pack(2.0)
+    assert bucket.part(bucket.slots[0]).stride() == weight.stride()
+    bucket.pack()
     bucket.unpack({0})
     assert weight.grad is mine
     assert weight.grad.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(weight.grad, values * 2)
+    torch.testing.assert_close(weight.grad, values / 2)
 
 
 def test_odd_gradient_layouts() -> None:
     weight = nn.Parameter(torch.randn(4, 6))
     weight.grad = torch.randn(6, 8).t()[::2]
     values = weight.grad.clone()
-    bucket = bucket_of(weight)
-    bucket.pack(3.0)
+    bucket = bucket_of(weight, group_size=4)
+    bucket.pack()
     bucket.unpack({0})
-    torch.testing.assert_close(weight.grad, values * 3)
+    torch.testing.assert_close(weight.grad, values / 4)
 
 
 def test_missing_gradients_are_zeros_and_come_back_only_where_wanted() -> None:
     present, missing, unwanted = (nn.Parameter(torch.ones(2)) for _ in range(3))
     present.grad = torch.ones(2)
-    bucket = bucket_of(present, missing, unwanted)
+    bucket = bucket_of(present, missing, unwanted, group_size=2)
     bucket.flat.fill_(7.0)  # from the step before
-    assert bucket.pack(0.5).tolist() == [0.5, 0.5, 0.0, 0.0, 0.0, 0.0]
+    bucket.pack()
+    assert bucket.flat.tolist() == [0.5, 0.5, 0.0, 0.0, 0.0, 0.0]
     bucket.unpack({0, 1})
     assert present.grad.tolist() == [0.5, 0.5]
     assert missing.grad is not None

@@ -16,7 +16,7 @@ def test_the_page_says_no_less_than_before() -> None:
     assert int(found[2]) >= CUT_RIGHT
 
 
-@pytest.mark.parametrize("name", ["resnet18", "lraspp_mobilenet_v3_large", "shufflenet_v2_x0_5"])
+@pytest.mark.parametrize("name", ["resnet18", "lraspp_mobilenet_v3_large"])
 @pytest.mark.parametrize("stages", STAGES)
 def test_rows_of_the_page(name: str, stages: int) -> None:
     assert check(name, stages).problem == ""
