@@ -182,10 +182,10 @@ def microbatched(rank: int, world_size: int) -> Numbers:
     layer = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)).double())
     torch.manual_seed(0)
     parts = torch.randn(9, 3, 4, 4, dtype=torch.float64).tensor_split([1, 3, 5])
-    statistics = DeferredStatistics(batch_norms(layer))
+    statistics = DeferredStatistics(batch_norms(layer), len(parts[rank::2]))
     with statistics.recording():
         for part in parts[rank::2]:
-            statistics.begin_microbatch()
+            statistics.begin(0)
             layer(part)
     statistics.update()
     return dict(layer.named_buffers())
