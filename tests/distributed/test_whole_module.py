@@ -67,7 +67,6 @@ class Exports(pl.Callback):
         after = [id(parameter) for parameter in pl_module.parameters()]
         self.found["kept"] = sum(one == two for one, two in zip(self.found.pop("ids"), after, strict=True))
 
-
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.found["end norm"] = sum(float(parameter.detach().norm()) for parameter in pl_module.parameters())
 
