@@ -47,6 +47,9 @@ class CheckedScriptLauncher(_SubprocessScriptLauncher):  # type: ignore[misc, va
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Check, start the other ranks, run `function` as rank 0."""
         self._check()
+        if self.num_processes * self.num_nodes == 1:
+            # Nothing is started and nothing has to be watched.
+            return function(*args, **kwargs)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
