@@ -22,6 +22,13 @@ from lightning_cnnpar.partition.foreign import is_foreign
 from tests.ranks import run_ranks
 
 TOLERANCE = 1e-10
+# Arguments of a Trainer that shows and writes nothing.
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,10 +249,7 @@ def make_trainer(case: Case, strategy: Any, world: int, folder: str, record: Rec
         "max_epochs": 1,
         "accelerator": "cpu",
         "devices": world,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+        **QUIET,
         "default_root_dir": folder,
         "precision": "64-true" if case.double else "32-true",
         "use_distributed_sampler": True,

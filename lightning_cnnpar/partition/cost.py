@@ -1,17 +1,14 @@
-"""What the parts of a network cost: operations, parameters, memory or measured time.
+"""What the parts of a network cost: operations, parameters or memory.
 
 Costs are of one forward and backward of the example batch. With F operations in the forward, a part takes F more for
 the gradients of its inputs if anything before it trains, and F more for those of its own parameters if these train.
 """
 
-import dataclasses
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 from unittest import mock
 
-import torch
 from torch import Tensor, nn
 
 from lightning_cnnpar import tree
@@ -27,37 +24,9 @@ _COPIES_OF_PARAMETERS = 4
 TRANSFER_WEIGHT: Mapping[str, float] = {"flops": 16.0, "time": 5e-10, "memory": 1e-6, "parameters": 1e-9}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cost:
-    """What a part of a network takes.
-
-    Attributes:
-        flops: Operations of its forward and backward.
-        parameters: Elements of its parameters.
-        bytes: Bytes of its parameters and buffers.
-        activation_bytes: Bytes of what it keeps for the backward.
-        seconds: Measured time of forward and backward; 0 if it wasn't measured.
-    """
-
-    flops: float = 0.0
-    parameters: int = 0
-    bytes: int = 0
-    activation_bytes: int = 0
-    seconds: float = 0.0
-
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(Cost)})
-
-    @property
-    def memory(self) -> float:
-        """Bytes of parameters, gradients, optimizer state and activations."""
-        return _COPIES_OF_PARAMETERS * self.bytes + self.activation_bytes
-
-    def by(self, metric: Metric) -> float:
-        """The cost as one number."""
-        if metric == "time":
-            return self.seconds
-        return float(getattr(self, metric))
+def memory_in_bytes(elements: float, activation_bytes: float) -> float:
+    """Bytes of float32 parameters with gradients and optimizer state, and of activations."""
+    return float(_COPIES_OF_PARAMETERS * 4 * elements + activation_bytes)
 
 
 def module_shares(
@@ -76,7 +45,7 @@ def module_shares(
         count = float(sum(parameter.numel() for parameter in module.parameters()))
         if counted and work is not None:
             own = work.get(name, Work())
-            stored = _COPIES_OF_PARAMETERS * 4 * count + own.activation_bytes
+            stored = memory_in_bytes(count, own.activation_bytes)
             weights[name] = stored if metric == "memory" else float(own.flops)
         else:
             weights[name] = count
@@ -112,24 +81,6 @@ def _module_work(
         return outcome.exact
 
     return work if network.within(body) else None
-
-
-def seconds_of(run: Callable[[], Any], device: torch.device, repetitions: int = 2) -> float:
-    """Fastest of a few runs, after one that warms up."""
-    run()
-    best = float("inf")
-    for _ in range(repetitions):
-        _synchronize(device)
-        start = time.perf_counter()
-        run()
-        _synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def size_in_bytes(tensor: Any) -> int:

@@ -102,11 +102,6 @@ def is_foreign(value: Any) -> bool:
     return isinstance(value, Foreign)
 
 
-def foreign_parameters(parameters: Iterable[Tensor]) -> list[Foreign]:
-    """The placeholders among `parameters`."""
-    return [parameter for parameter in parameters if isinstance(parameter, Foreign)]
-
-
 def _wrap(tensor: Tensor, name: str, owner: int) -> Foreign:
     with disable_torch_function():
         wrapped = tensor.as_subclass(Foreign)

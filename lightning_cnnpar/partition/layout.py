@@ -11,6 +11,7 @@ from lightning_cnnpar import tree
 from lightning_cnnpar._compat import storage_key
 from lightning_cnnpar.partition.abstract import UNKNOWN
 from lightning_cnnpar.partition.ambient import Ambient
+from lightning_cnnpar.partition.cost import size_in_bytes
 from lightning_cnnpar.partition.errors import PartitionError
 from lightning_cnnpar.partition.stage import Program, Stage
 from lightning_cnnpar.partition.trace import CONSTANT_PREFIX, Traced, check_same
@@ -123,9 +124,8 @@ def crossing_bytes(blocks: Sequence[Block]) -> list[int]:
     for node, start in index.items():
         last = max((index[reader] for reader in _steps_reading(node) if reader in index), default=start)
         if is_tensor(node):
-            value = node.meta["value"]
             for boundary in range(start + 1, last + 1):
-                total[boundary] += value.numel() * value.element_size()
+                total[boundary] += size_in_bytes(node.meta["value"])
     return total
 
 
@@ -146,7 +146,7 @@ class Assembler:
         stages = []
         for i, (rank, nodes) in enumerate(groups):
             inputs, received = sources[i]
-            sends = [node for node in nodes if node in needed and any(node in s[1] for s in sources[i + 1 :])]
+            sends = [node for node in nodes if node in needed]
             made = [number for number, node in enumerate(outputs) if home[node] == i]
             function = self._function(nodes, inputs, received, sends, [outputs[number] for number in made])
             stages.append(

@@ -4,9 +4,10 @@ Partitioner(root, 2).program(args, kwargs)    traced as coarse as balance allows
 split(network, example_args, 2)               the same, to look at and to run here
 """
 
+import collections
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, fx, nn
 from lightning_cnnpar import tree
 from lightning_cnnpar.partition.abstract import AbstractNetwork
 from lightning_cnnpar.partition.balance import ImbalanceError, Row, cut, stage_costs
-from lightning_cnnpar.partition.cost import TRANSFER_WEIGHT, Metric, module_shares
+from lightning_cnnpar.partition.cost import TRANSFER_WEIGHT, Metric, memory_in_bytes, module_shares, size_in_bytes
 from lightning_cnnpar.partition.errors import PartitionError, UntraceableError, untraceable
 from lightning_cnnpar.partition.foreign import is_foreign
 from lightning_cnnpar.partition.layout import Assembler, Block, blocks_of, crossing_bytes
@@ -143,7 +144,7 @@ class Partitioner:
         """Inputs that the network itself refuses give its own error, not one about cutting."""
         if not any(is_foreign(tensor) for tensor in (*self._root.parameters(), *self._root.buffers())):
             with torch.no_grad():
-                type(self._root).forward(self._root, *args, **kwargs)
+                self._forward(*args, **kwargs)
 
     def table(self) -> tuple[StageRow, ...]:
         """The stages; empty before the first program."""
@@ -182,30 +183,38 @@ class Partitioner:
         """The best cut, tracing finer as long as the balance is poor."""
         best: _Cut | None = None
         error: PartitionError | None = None
-        for share in _OPAQUE_SHARES:
+        network = AbstractNetwork(self._root, _device_of(self._root))
+        metric: Metric = "flops" if self._metric == "time" else self._metric
+        shares, _ = module_shares(network, self._forward, leaves, spec, metric)
+        for finest in _OPAQUE_SHARES:
             try:
-                found = self._cut_traced(self._trace(leaves, spec, share))
+                found = self._cut_traced(self._trace(network, leaves, spec, shares, finest))
             except TooManyStagesError as failure:
                 error = failure
                 continue
             if best is None or found.imbalance < best.imbalance:
                 best = found
-            if best.imbalance <= _GOOD_BALANCE or self._placed():
+            if best.imbalance <= _GOOD_BALANCE or self.owners:
                 break
         if best is None:
             assert error is not None
             raise error
         return best
 
-    def _placed(self) -> bool:
-        return bool(self.owners)
+    @property
+    def _forward(self) -> Callable[..., Any]:
+        return MethodType(type(self._root).forward, self._root)
 
-    def _trace(self, leaves: Sequence[Any], spec: tree.TreeSpec, share: float) -> Traced:
-        network = AbstractNetwork(self._root, _device_of(self._root))
-        forward = MethodType(type(self._root).forward, self._root)
-        shares, _ = module_shares(network, forward, leaves, spec, self._metric if self._metric != "time" else "flops")
+    def _trace(
+        self,
+        network: AbstractNetwork,
+        leaves: Sequence[Any],
+        spec: tree.TreeSpec,
+        shares: Mapping[str, float],
+        finest: float,
+    ) -> Traced:
         try:
-            return trace(network, forward, leaves, spec, lambda p, m: self._is_opaque(p, m, shares, share))
+            return trace(network, self._forward, leaves, spec, lambda p, m: self._is_opaque(p, m, shares, finest))
         except Exception as cause:
             heavy = sorted(((s, n) for n, s in shares.items() if n and "." not in n and s > 0.1), reverse=True)
             # The module itself goes by its class's name; names of others are those that `network=` wants.
@@ -213,7 +222,7 @@ class Partitioner:
             candidates = [around + n for _, n in heavy]
             raise untraceable(self._name, type(self._root).__name__, cause, candidates, self._num_stages) from cause
 
-    def _is_opaque(self, path: str, module: nn.Module, shares: Mapping[str, float], share: float) -> bool:
+    def _is_opaque(self, path: str, module: nn.Module, shares: Mapping[str, float], finest: float) -> bool:
         if _is_torch_layer(module):
             return True
         if any(point.startswith(f"{path}.") for point in self._cut_points or ()):
@@ -221,19 +230,19 @@ class Partitioner:
         names = [f"{path}.{name}" for name, _ in (*module.named_parameters(), *module.named_buffers())]
         if len({self.owners[name] for name in names if name in self.owners}) > 1:
             return False
-        return shares.get(path, 0.0) < share / self._num_stages
+        return shares.get(path, 0.0) < finest / self._num_stages
 
     def _cut_traced(self, traced: Traced) -> _Cut:
         first = self._first_names()
-        tied = self._tied(traced, first)
-        together = blocks_of(traced, self._root, tied, first)
-        if self._placed():
-            return self._follow_owners(traced, blocks_of(traced, self._root, (), first))
+        blocks = blocks_of(traced, self._root, (), first)
+        if self.owners:
+            return self._follow_owners(traced, blocks)
+        apart = self._search(traced, blocks)
+        tied = _used_by_several(blocks)
         if not tied:
-            return self._search(traced, together)
-        apart = self._search(traced, blocks_of(traced, self._root, (), first))
+            return apart
         with contextlib.suppress(TooManyStagesError):
-            kept = self._search(traced, together)
+            kept = self._search(traced, blocks_of(traced, self._root, tied, first))
             if kept.imbalance <= _TIED_BALANCE * apart.imbalance:
                 return kept
         return apart
@@ -317,7 +326,7 @@ class Partitioner:
             return float(elements)
         if self._metric == "memory":
             kept = sum(node.meta["work"].activation_bytes for node in block.nodes)
-            return float(16.0 * elements + kept)
+            return memory_in_bytes(elements, kept)
         return float(flops or elements)
 
     def _first_names(self) -> dict[str, str]:
@@ -327,14 +336,6 @@ class Partitioner:
         ]
         first: dict[int, str] = {}
         return {name: first.setdefault(id(tensor), name) for name, tensor in named}
-
-    def _tied(self, traced: Traced, first: Mapping[str, str]) -> list[str]:
-        """Parameters that several steps use."""
-        uses: dict[str, int] = {}
-        for block in blocks_of(traced, self._root, (), first):
-            for name in block.tensors:
-                uses[name] = uses.get(name, 0) + 1
-        return [name for name, count in uses.items() if count > 1]
 
     def _own(self, found: _Cut) -> None:
         places: dict[str, set[int]] = {}
@@ -349,14 +350,10 @@ class Partitioner:
             if original in owned:
                 self.owners.setdefault(name, owned[original])
         if not self._rows:
-            self._rows = tuple(self._row(i, rank, blocks) for i, (rank, blocks) in enumerate(found.stages))
-            total = sum(sum(map(self._cost, blocks)) for _, blocks in found.stages) or 1.0
-            self._rows = tuple(
-                dataclasses.replace(row, share=sum(map(self._cost, blocks)) / total)
-                for row, (_, blocks) in zip(self._rows, found.stages, strict=True)
-            )
+            total = sum(self._cost(block) for _, blocks in found.stages for block in blocks) or 1.0
+            self._rows = tuple(self._row(i, rank, blocks, total) for i, (rank, blocks) in enumerate(found.stages))
 
-    def _row(self, index: int, rank: int, blocks: Sequence[Block]) -> StageRow:
+    def _row(self, index: int, rank: int, blocks: Sequence[Block], total: float) -> StageRow:
         names = {name for block in blocks for name in block.tensors}
         parameters = [p for name, p in self._root.named_parameters() if name in names]
         buffers = [b for name, b in self._root.named_buffers() if name in names]
@@ -366,9 +363,9 @@ class Partitioner:
             rank=rank,
             modules=tuple(dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module")),
             parameters=sum(p.numel() for p in parameters),
-            bytes=sum(t.numel() * t.element_size() for t in (*parameters, *buffers)),
+            bytes=sum(map(size_in_bytes, (*parameters, *buffers))),
             flops=3.0 * sum(node.meta["work"].flops for node in nodes),
-            share=0.0,
+            share=sum(map(self._cost, blocks)) / total,
         )
 
 
@@ -451,6 +448,11 @@ def _training(root: nn.Module) -> Iterator[None]:
     finally:
         for module, flag in flags:
             module.training = flag
+
+
+def _used_by_several(blocks: Sequence[Block]) -> list[str]:
+    uses = collections.Counter(name for block in blocks for name in block.tensors)
+    return [name for name, count in uses.items() if count > 1]
 
 
 def _is_inside(node: fx.Node, module: str) -> bool:

@@ -45,11 +45,9 @@ class CheckpointStrategy(GridStrategy, ABC):
         """All parameters' state under the indices of one process on rank 0; on other ranks that of their stage."""
         plain = getattr(optimizer, "optimizer", optimizer)
         state = super().optimizer_state(plain)
-        if self._networks is None or not self._may_communicate() or self.mesh.pipeline_size == 1:
+        if self._networks is None or self.mesh.pipeline_size == 1 or not self._merges:
             return state
-        return (
-            gather_optimizer_state(state, self._owner_of_index(plain), self.mesh) if self._is_first_replica else state
-        )
+        return gather_optimizer_state(state, self._owner_of_index(plain), self.mesh)
 
     def _owner_of_index(self, optimizer: torch.optim.Optimizer) -> list[int | None]:
         assert self.lightning_module is not None
@@ -65,11 +63,6 @@ class CheckpointStrategy(GridStrategy, ABC):
                 state = local_optimizer_state(state, self._owner_of_index(optimizer), self.mesh.pipeline_rank)
             optimizer.load_state_dict(state)
         _compat.optimizers_to_device(self.optimizers, self.root_device)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the full weights; a rank takes those of its stage."""
-        assert self.lightning_module is not None
-        self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint of any layout."""
@@ -98,11 +91,12 @@ class CheckpointStrategy(GridStrategy, ABC):
         super().save_checkpoint(self._merged(checkpoint), filepath, storage_options)
 
     def _merged(self, state: dict[str, Any]) -> dict[str, Any]:
-        if not self._is_first_replica or not self._may_communicate():
+        if not self._merges:
             return state
         merged: dict[str, Any] = merge_foreign(state, self.mesh)
         return merged
 
     @property
-    def _is_first_replica(self) -> bool:
-        return self.mesh.data_rank == 0
+    def _merges(self) -> bool:
+        """Whether this rank takes part in collecting the stages: those of the first replica do, unless one failed."""
+        return self.mesh.data_rank == 0 and self._may_communicate()

@@ -1,13 +1,15 @@
 """The Lightning strategy: what happens when, and who does it.
 
-Trainer(...)            sizes checked                                  config.resolve_sizes
-launch                  processes started                              launchers
-setup_environment       process groups, failure watch                  mesh, launchers.watch
-setup                   same weights and randomness, interception      mirror, strategies.networks
-first network call      the network is traced, cut and placed          partition, strategies.networks
-each step               microbatches flow, gradients are averaged      pipeline, data_parallel
-save / load             merged from the owners, a plain file           checkpoint.gather
-end of fit, teardown    every rank's module is whole again             strategies.networks
+From the Trainer's first line to its last:
+
+    Trainer(...)            sizes checked                                  config.resolve_sizes
+    launch                  processes started                              launchers
+    setup_environment       process groups, failure watch                  mesh, launchers.watch
+    setup                   same weights and randomness, interception      mirror, strategies.networks
+    first network call      the network is traced, cut and placed          partition, strategies.networks
+    each step               microbatches flow, gradients are averaged      pipeline, data_parallel
+    save / load             merged from the owners, a plain file           checkpoint.gather
+    end of fit, teardown    every rank's module is whole again             strategies.networks
 """
 
 import contextlib
@@ -153,8 +155,7 @@ class HybridStrategy(CheckpointStrategy):
             return self._networks.plan()
         return ParallelPlan(pipeline_parallel_size=self.mesh.pipeline_size, data_parallel_size=self.mesh.data_size)
 
-    # ---- launch
-    # --------------------------------------------------------------------------------------------------------
+    # ---- launch ------------------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
         self._check_sizes()
@@ -227,8 +228,7 @@ class HybridStrategy(CheckpointStrategy):
             return int(self.options.num_microbatches)
         return 2 * self.mesh.pipeline_size if self.mesh.pipeline_size > 1 else 1
 
-    # ---- setup
-    # ---------------------------------------------------------------------------------------------------------
+    # ---- setup -------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
         """Prepare module, precision, optimizers and interception for one run of the Trainer."""
@@ -321,8 +321,7 @@ class HybridStrategy(CheckpointStrategy):
         stage = _compat.loader_stage(default=str(getattr(getattr(trainer, "state", None), "stage", None) or "train"))
         return distribute_loader(dataloader, self.mesh, stage=stage, use_sampler=self._use_sampler)
 
-    # ---- steps
-    # ---------------------------------------------------------------------------------------------------------
+    # ---- steps -------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's training step on this rank."""
@@ -404,8 +403,7 @@ class HybridStrategy(CheckpointStrategy):
         with self._networks.whole() as module:
             yield module
 
-    # ---- end
-    # -----------------------------------------------------------------------------------------------------------
+    # ---- end ---------------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks, or learn which one failed first."""
@@ -451,7 +449,3 @@ class HybridStrategy(CheckpointStrategy):
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return copied
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Names are registered by `lightning_cnnpar_autoload`."""

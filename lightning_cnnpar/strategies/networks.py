@@ -96,8 +96,8 @@ class Networks:
         self._optimizers = optimizers
         self._wire_dtype = wire_dtype
         self._announce = announce
-        self._names = {id(submodule): name for name, submodule in module.named_modules()}
-        self._total = sum(parameter.numel() for parameter in module.parameters())
+        self._names: dict[int, str] = {id(submodule): name for name, submodule in module.named_modules()}
+        self._total = _size(module)
         self._shadows: list[InterceptedForward] = []
         self._found: dict[int, _Found] = {}
         # With how many tensors were placed when that was decided.
@@ -168,9 +168,9 @@ class Networks:
                 self._shadows = intercept(self._module, self)
 
     def _fill(self, module: nn.Module) -> dict[int, Tensor]:
-        placed = {name: tensor for name, tensor in named_tensors(module) if self.ownership.owner(name) is not None}
         if not self._is_cut:
             return {}
+        placed = {name: tensor for name, tensor in named_tensors(module) if self.ownership.owner(name) is not None}
         values = broadcast_from_owners(placed, self._mesh, self.ownership.owners)
         return restore_whole(module, values)
 
@@ -262,11 +262,10 @@ class Networks:
 
     def _worth_cutting(self, module: nn.Module) -> bool:
         if self._options.network is not None:
-            return bool(self._names[id(module)] == self._options.network)
+            return self._names[id(module)] == self._options.network
         if self._num_microbatches > 1 and self._mesh.pipeline_size == 1:
             return True
-        size = sum(parameter.numel() for parameter in module.parameters())
-        return bool(size >= SMALL_SHARE * self._total)
+        return _size(module) >= SMALL_SHARE * self._total
 
     def _make_network(self, module: nn.Module) -> _Found:
         name = self._names[id(module)] or type(module).__name__
@@ -306,8 +305,7 @@ class Networks:
                 )
                 return True
             return False
-        size = sum(parameter.numel() for parameter in module.parameters())
-        return isinstance(error, TooManyStagesError) and bool(size < 0.5 * self._total)
+        return isinstance(error, TooManyStagesError) and _size(module) < 0.5 * self._total
 
     # ---- placement -------------------------------------------------------------------------------------------------
 
@@ -410,3 +408,7 @@ class Networks:
         """Forget network calls whose backward never came."""
         for network in self._found.values():
             network.pipeline.reset()
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_cnnpar import HybridStrategy
 from lightning_cnnpar.partition.foreign import is_foreign
 from tests import nets
+from tests.fitting import QUIET
 from tests.ranks import run_ranks
 
 
@@ -59,10 +60,7 @@ def _fit(rank: int, world: int, pipeline: int, balance: str) -> int:
         devices=world,
         strategy=strategy,
         max_steps=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     # Small images: what is balanced, weights and activations together, is nearly all weights.
     trainer.fit(module, DataLoader(nets.Float32Images(6), 2))

@@ -15,7 +15,7 @@ from torchvision.models import resnet18
 
 from lightning_cnnpar import HybridStrategy
 from tests import nets
-from tests.fitting import Case, Layout
+from tests.fitting import QUIET, Case, Layout
 from tests.parity.stories import Stories, Story
 from tests.ranks import run_ranks
 
@@ -412,10 +412,7 @@ def resnet_losses(rank: int, world_size: int, *strategy: Any) -> list[float]:
         accelerator="cpu",
         devices=world_size,
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         # BatchNorm over the few values of small images amplifies float32's last bits from step to step.
         precision="64-true",
     )

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_cnnpar import ConfigurationError, HybridPrecision, HybridStrategy
 from tests import nets
+from tests.fitting import QUIET
 
 # Of plain Lightning.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -29,13 +30,7 @@ def _no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_trainer(strategy: Any, devices: int = 4, **more: Any) -> pl.Trainer:
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return pl.Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, **quiet, **more)
+    return pl.Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, **QUIET, **more)
 
 
 @pytest.mark.parametrize(
