@@ -4,14 +4,16 @@
 
 Contenders take turns, round by round, so drift of the machine meets all of them:
 
-    one process    the network whole, plain PyTorch, batch B                                       1.00 by definition
+    one process    the network whole, plain PyTorch, batch B, the other core idle                  1.00 by definition
+    two alone      the same with B / 2 on each core, nothing exchanged: what two cores are worth on this machine
+    stages alone   both stages at once, M microbatches forward and backward each, nothing exchanged
     ours P=2       `HybridStrategy`, two stages, M microbatches, batch B
     raw GPipe      `torch.distributed.pipelining`, the same cut, the same M, batch B
     ddp            Lightning's `ddp`, two replicas, batch B / 2 each
     ours D=2       `HybridStrategy`, two replicas, batch B / 2 each
 
-The limit of a pipeline is the bubble's M / (M + P - 1) times the balance (mean stage time / slowest stage time, each
-measured alone) times P; the limit of two replicas is 2.
+The limit of two stages is the time of the slower stage alone times the ideal bubble's (M + P - 1) / M: what is above it
+is the cost of sending, of the loss and the optimizer, and of waiting. The limit of two replicas is "two alone".
 """
 
 import argparse
@@ -112,52 +114,68 @@ class Contenders:
         self._images = torch.randn(work.batch, 3, work.size, work.size)
         self._labels = torch.randint(0, 4, (work.batch,))
         self._program = Partitioner(self._network, 2).program((self._images,), {})
+        self.balances: list[float] = []
         self._raw = RawGPipe(rank, self._network, self._program, work, self._images)
 
     def run(self) -> dict[str, float]:
         """One round."""
         return {
             "one process": self._alone(),
+            "two alone": self._two_alone(),
+            "stages alone": self._stages_alone(),
             "ours P=2": self._fit(HybridStrategy(2, 1, num_microbatches=self._work.microbatches), 1),
             "raw GPipe": self._timed(lambda: self._raw.step(self._images, self._labels)),
             "ddp": self._fit("ddp", 2),
             "ours D=2": self._fit(HybridStrategy(1, 2), 2),
         }
 
-    def stage_times(self) -> list[float]:
-        """Seconds for forward and backward of each stage alone, in this process."""
-        value: Tensor | None = None
-        times = []
-        values: dict[str, Tensor] = {}
-        for stage in self._program.stages:
-            received = [values[name].detach().requires_grad_() for name in stage.receives]
-            inputs = [[self._images][i] for i in stage.inputs]
-            best = []
-            for _ in range(3):
-                begin = time.perf_counter()
-                sent, outputs = stage(self._network, inputs, received)
-                made = [tensor for tensor in (*sent, *outputs) if tensor.requires_grad]
-                torch.autograd.backward(made, [torch.ones_like(tensor) for tensor in made])
-                best.append(time.perf_counter() - begin)
-            times.append(min(best))
-            values.update(zip(stage.sends, sent, strict=True))
-            value = outputs[0] if outputs else value
-        return times
+    def _stages_alone(self) -> float:
+        """The slower stage's time; notes the balance."""
+        program, work = self._program, self._work
+        stage = program.stages[self._rank]
+        received: list[list[Tensor]] = [[] for _ in range(work.microbatches)]
+        images = self._images.chunk(work.microbatches)
+        if self._rank == 1:
+            with torch.no_grad():
+                for m, part in enumerate(images):
+                    values = dict(
+                        zip(program.stages[0].sends, program.stages[0](self._network, [part], [])[0], strict=True)
+                    )
+                    received[m] = [values[name].requires_grad_() for name in stage.receives]
+
+        def step() -> None:
+            made = []
+            for part, values in zip(images, received, strict=True):
+                sent, outputs = stage(self._network, [part] if stage.inputs else [], values)
+                made.append([tensor for tensor in (*sent, *outputs) if tensor.requires_grad])
+            for tensors in made:
+                torch.autograd.backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
+
+        own = self._timed(step)
+        times = [torch.zeros(1, dtype=torch.float64) for _ in range(2)]
+        dist.all_gather(times, torch.tensor([own], dtype=torch.float64))
+        seconds = [float(one) for one in times]
+        self.balances.append(statistics.mean(seconds) / max(seconds))
+        return max(seconds)
 
     def _alone(self) -> float:
-        seconds = 0.0
-        if self._rank == 0:
-            network = self._work.network()
-            optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
-
-            def step() -> None:
-                optimizer.zero_grad()
-                self._work.loss(network(self._images), self._labels).backward()
-                optimizer.step()
-
-            seconds = _median_time(step, self._steps)
+        seconds = _median_time(self._whole_step(self._work.batch), self._steps) if self._rank == 0 else 0.0
         dist.barrier()
         return seconds
+
+    def _two_alone(self) -> float:
+        return self._timed(self._whole_step(self._work.batch // 2))
+
+    def _whole_step(self, batch: int) -> Callable[[], None]:
+        network = self._work.network()
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            self._work.loss(network(self._images[:batch]), self._labels[:batch]).backward()
+            optimizer.step()
+
+        return step
 
     def _timed(self, step: Callable[[], None]) -> float:
         dist.barrier()
@@ -205,6 +223,18 @@ class RawGPipe:
         self._optimizer.step()
 
 
+class _Dense(torch.autograd.Function):
+    """Nothing but a dense gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
+
+
 class _StageModule(nn.Module):
     """A stage as the module that the library wants: several values travel as a tuple."""
 
@@ -212,11 +242,16 @@ class _StageModule(nn.Module):
         super().__init__()
         self.network = network
         self.stage = program.stages[rank]
+        later = program.stages[rank + 1].receives if self.stage.sends else ()
+        self.order = [self.stage.sends.index(name) for name in later]
 
     def forward(self, *values: Tensor) -> Any:
+        # The library sends strided values and gradients as they are, which its transport refuses.
+        values = tuple(_Dense.apply(value) for value in values)
         taken = len(self.stage.inputs)
         sent, outputs = self.stage(self.network, values[:taken], values[taken:])
-        made = (*sent, *outputs)
+        # In the order in which the next stage takes them.
+        made = (*(sent[i].contiguous() for i in self.order), *outputs)
         return made if len(made) > 1 else made[0]
 
 
@@ -248,9 +283,8 @@ def _rank(rank: int, port: int, name: str, rounds: int, steps: int, results: Any
     dist.init_process_group("gloo")
     contenders = Contenders(rank, WORKS[name], steps)
     measured = [contenders.run() for _ in range(rounds)]
-    stages = contenders.stage_times() if rank == 0 else []
     if rank == 0:
-        results.put((measured, stages))
+        results.put((measured, statistics.median(contenders.balances)))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -265,7 +299,7 @@ def measure(name: str, rounds: int, steps: int) -> dict[str, Any]:
     ranks = [context.Process(target=_rank, args=(rank, port, name, rounds, steps, results)) for rank in range(2)]
     for process in ranks:
         process.start()
-    measured, stages = results.get(timeout=1800)
+    measured, balance = results.get(timeout=1800)
     for process in ranks:
         process.join(60)
     ratios = {
@@ -273,17 +307,21 @@ def measure(name: str, rounds: int, steps: int) -> dict[str, Any]:
         for contender in measured[0]
     }
     microbatches = WORKS[name].microbatches
-    balance = sum(stages) / len(stages) / max(stages)
-    limit = 2 * microbatches / (microbatches + 1) * balance
+    filled = microbatches / (microbatches + 1)
+
+    def ratio(contender: str, other: str) -> float:
+        return statistics.median(one[other] / one[contender] for one in measured)
+
     return {
         "network": name,
         "seconds of one process": statistics.median(one["one process"] for one in measured),
         "speed-up": ratios,
         "balance": balance,
-        "limit of P=2": limit,
-        "ours P=2 / limit": ratios["ours P=2"] / limit,
-        "ours P=2 / raw GPipe": statistics.median(one["raw GPipe"] / one["ours P=2"] for one in measured),
-        "ours D=2 / ddp": statistics.median(one["ddp"] / one["ours D=2"] for one in measured),
+        "limit of P=2": ratios["stages alone"] * filled,
+        "ours P=2 / limit": ratio("ours P=2", "stages alone") / filled,
+        "ours P=2 / raw GPipe": ratio("ours P=2", "raw GPipe"),
+        "ours D=2 / limit": ratio("ours D=2", "two alone"),
+        "ours D=2 / ddp": ratio("ours D=2", "ddp"),
     }
 
 

@@ -70,6 +70,7 @@ class ReductionStatistics:
         num_reductions: Collectives for gradients.
         num_overlapped: Those of them that started before the backward pass had ended.
         num_late: Parameters that got a gradient after their bucket had started, and were reduced once more for it.
+        seconds_waited: Time spent waiting for reductions after the backward pass had ended.
     """
 
     num_rounds: int = 0
@@ -77,7 +78,8 @@ class ReductionStatistics:
     num_reductions: int = 0
     num_overlapped: int = 0
     num_late: int = 0
+    seconds_waited: float = 0.0
 
-    def plus(self, **counts: int) -> "ReductionStatistics":
+    def plus(self, **counts: float) -> "ReductionStatistics":
         """These totals with `counts` added."""
         return dataclasses.replace(self, **{name: getattr(self, name) + count for name, count in counts.items()})

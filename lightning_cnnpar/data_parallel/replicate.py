@@ -17,6 +17,7 @@ what is averaged already stays what it is when it is averaged again.
 import contextlib
 import dataclasses
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import final
@@ -237,6 +238,7 @@ class GradientReducer:
 
     def _finish(self, current: _Round) -> None:
         self._round = None  # first: if anything below fails, the next pass opens a new round
+        begin = time.perf_counter()
         agreed = agree(
             self._mesh,
             [name for name, _ in self._named],
@@ -255,6 +257,7 @@ class GradientReducer:
             self._buckets[index].unpack(agreed.touched - agreed.late)
         self._reduce_again(agreed.late)
         self._shared.finish()
+        self._count(seconds_waited=time.perf_counter() - begin)
         self._close(current, agreed.touched)
 
     def _reduce_again(self, late: set[int]) -> None:
@@ -306,7 +309,7 @@ class GradientReducer:
         named = [(position, self._named[position]) for position in members]
         return Bucket(index, named, self._mesh.data_group, self._mesh.data_size)
 
-    def _count(self, **counts: int) -> None:
+    def _count(self, **counts: float) -> None:
         self._statistics = self._statistics.plus(**counts)
 
 

@@ -19,9 +19,9 @@ Metric = Literal["flops", "time", "memory", "parameters"]
 # Gradients and two moments beside each parameter, as Adam keeps them.
 _COPIES_OF_PARAMETERS = 4
 # What sending a byte (forward, and its gradient back) is worth against the metric's unit. Operations: a core or device
-# does some tens of them in the time in which its link moves a byte. Seconds: 4 GB/s there and back. Where balance is
+# does some tens of them in the time in which its link moves a byte. Time is estimated by operations. Where balance is
 # about memory, sizes of cuts only break ties.
-TRANSFER_WEIGHT: Mapping[str, float] = {"flops": 16.0, "time": 5e-10, "memory": 1e-6, "parameters": 1e-9}
+TRANSFER_WEIGHT: Mapping[str, float] = {"flops": 16.0, "time": 16.0, "memory": 1e-6, "parameters": 1e-9}
 
 
 def memory_in_bytes(elements: float, activation_bytes: float) -> float:

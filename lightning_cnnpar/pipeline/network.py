@@ -155,6 +155,11 @@ class PipelineNetwork:
             outputs = self._run(self._call(prepared, leaves, batch_size, _WHOLE, label))
         return prepared.program.assemble(outputs, leaves)
 
+    @property
+    def seconds_waited(self) -> float:
+        """Time that this rank has spent waiting for other stages."""
+        return 0.0 if self._site is None else self._site.link.seconds_waited
+
     def reset(self) -> None:
         """Forget calls whose backward has not run and will not: a step has ended."""
         self._outstanding.clear()

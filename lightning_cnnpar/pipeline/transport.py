@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import pickle
 import struct
+import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
@@ -105,9 +106,13 @@ class Link:
     Args:
         mesh: The grid; its pipeline size is at least 2.
         device: Where stages compute.
+
+    Attributes:
+        seconds_waited: Time that this rank has spent waiting for messages. With NCCL the device waits instead.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self.seconds_waited = 0.0
         self._mesh = mesh
         self._device = device
         self._rank = mesh.pipeline_rank
@@ -197,10 +202,12 @@ class Link:
         return Header(number, pickle.loads(self._receive_bytes(length, peer, _BODY_TAG + tag)()))
 
     def _wait(self, work: dist.Work, peer: int, what: str, timeout: timedelta | None) -> None:
+        begin = time.perf_counter()
         try:
             work.wait() if timeout is None else work.wait(timeout)
         except RuntimeError as error:
             raise self._unanswered(what, f"rank {peer}", error) from error
+        self.seconds_waited += time.perf_counter() - begin
 
     @property
     def _control(self) -> dist.ProcessGroup:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_cnnpar import _compat
@@ -43,6 +43,7 @@ from lightning_cnnpar.data_parallel.sync_batchnorm import (
 from lightning_cnnpar.launchers.launch import make_launcher
 from lightning_cnnpar.launchers.watch import FailureWatch
 from lightning_cnnpar.mesh import DEFAULT_TIMEOUT, Coordinates, create_mesh
+from lightning_cnnpar.metrics import TimeSplit
 from lightning_cnnpar.mirror import share_randomness
 from lightning_cnnpar.partition.ownership import canonical_names, named_tensors
 from lightning_cnnpar.plan import ParallelPlan
@@ -56,6 +57,8 @@ from lightning_cnnpar.strategies.collectives import (
 from lightning_cnnpar.strategies.fitting import smallest_fitting_pipeline
 from lightning_cnnpar.strategies.loaders import distribute_loader
 from lightning_cnnpar.strategies.networks import Networks
+from lightning_cnnpar.strategies.save_requests import SaveRequests
+from lightning_cnnpar.strategies.step_times import StepTimes
 from lightning_cnnpar.strategies.whole_weights import WholeWeights, module_copies, modules_of_callbacks
 
 __all__ = ["HybridStrategy"]
@@ -74,7 +77,8 @@ class HybridStrategy(CheckpointStrategy):
         stages_per_rank: Virtual stages of each rank, for interleaved schedules.
         network: Dotted name of the submodule to cut; `None` cuts what the step calls.
         cut_points: Names of modules that start a new stage; `None` balances.
-        balance: What stages are balanced by: "flops", "time", "memory", "parameters", or relative speeds of the ranks.
+        balance: What stages are balanced by: "flops", "time" (estimated from operations), "memory", "parameters", or
+            relative speeds of the ranks.
         activation_checkpointing: "never", "except_last" or "always".
         deferred_batch_norm: Update BatchNorm's running statistics once a batch, as the unsplit batch would.
         zero_stage: 0 keeps a copy of the stage on every replica.
@@ -147,6 +151,7 @@ class HybridStrategy(CheckpointStrategy):
         self._start_method = start_method
         self._watch: FailureWatch | None = None
         self._use_sampler = True
+        self._times: StepTimes | None = None
 
     @property
     def plan(self) -> ParallelPlan:
@@ -154,6 +159,11 @@ class HybridStrategy(CheckpointStrategy):
         if self._networks is not None:
             return self._networks.plan()
         return ParallelPlan(pipeline_parallel_size=self.mesh.pipeline_size, data_parallel_size=self.mesh.data_size)
+
+    @property
+    def time_split(self) -> TimeSplit:
+        """Where the time of the training steps of this run went on this rank, so far; its first two don't count."""
+        return TimeSplit() if self._times is None else self._times.split
 
     # ---- launch ------------------------------------------------------------------------------------------------------
 
@@ -275,8 +285,12 @@ class HybridStrategy(CheckpointStrategy):
             announce=rank_zero_info,
         )
         self._networks.install(reduce_gradients=fitting)
+        if fitting and self.mesh.world_size > 1:
+            self._times = StepTimes(self._networks.waits)
+            trainer.callbacks.append(self._times)
         if fitting and self.mesh.pipeline_size > 1:
-            WholeWeights.insert(trainer, self._networks.make_whole)
+            requests = SaveRequests(lambda noted: self.reduce_boolean_decision(noted, all=False))
+            trainer.callbacks[:0] = [WholeWeights(self._networks.make_whole), requests]
 
     def _plain_optimizers(self) -> list[torch.optim.Optimizer]:
         return list(self.optimizers)
@@ -351,6 +365,13 @@ class HybridStrategy(CheckpointStrategy):
         index = next((arg for arg in args[1:2] if isinstance(arg, int)), None)
         return self._networks.step(name if index is None else f"{name}, batch {index}")
 
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward pass of the user's step."""
+        if self._networks is not None and kwargs.get("inputs") is not None:
+            inputs = kwargs["inputs"]
+            self._networks.refuse_chosen_inputs([inputs] if isinstance(inputs, Tensor) else inputs)
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Be ready to reduce gradients."""
         if self._networks is not None:
@@ -418,13 +439,16 @@ class HybridStrategy(CheckpointStrategy):
     def teardown(self) -> None:
         """Give every rank the whole module on CPU and release devices."""
         trainer = getattr(self.lightning_module, "_trainer", None)
+        if (advice := self.time_split.advice()) is not None:
+            rank_zero_warn(advice)
         if self._networks is not None:
             if self._may_communicate():
                 self._networks.make_whole()
             else:
                 self._networks.abandon()
         if trainer is not None:
-            WholeWeights.remove(trainer)
+            ours = (WholeWeights, SaveRequests, StepTimes)
+            trainer.callbacks[:] = [callback for callback in trainer.callbacks if not isinstance(callback, ours)]
             _compat.give_back_samplers(trainer, self._use_sampler)
         if self.lightning_module is not None and self._layer_sync is not None:
             revert_sync_batchnorm(self.lightning_module)

@@ -8,7 +8,7 @@ end of the run                      ──► values of all stages come back, no
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -106,6 +106,7 @@ class Networks:
         self._gradients_wanted = False
         self._is_cut = False
         self._reducer: GradientReducer | None = None
+        self._stage_wait = self._gradient_wait = 0.0
         self.ownership = Ownership(mesh.pipeline_rank)
         self.label = OUTSIDE
 
@@ -136,9 +137,8 @@ class Networks:
 
     def _uninstall(self) -> None:
         self._remove_shadows()
-        if self._reducer is not None:
-            self._reducer.remove()
-            self._reducer = None
+        self._drop_reducer()
+        self._stage_wait = self.waits()[0]
         self._found = {}
         self._left_whole = {}
 
@@ -363,9 +363,7 @@ class Networks:
 
     def rebuild_reducer(self) -> None:
         """Reduce the gradients of the parameters that are here now."""
-        if self._reducer is not None:
-            self._reducer.remove()
-            self._reducer = None
+        self._drop_reducer()
         if not self._gradients_wanted or self._mesh.world_size == 1:
             return
         staged, everywhere, tied = [], [], []
@@ -379,6 +377,12 @@ class Networks:
             else:
                 everywhere.append((name, parameter))
         self._reducer = GradientReducer(staged, mesh=self._mesh, world_parameters=everywhere, summed_parameters=tied)
+
+    def _drop_reducer(self) -> None:
+        if self._reducer is not None:
+            self._gradient_wait = self.waits()[1]
+            self._reducer.remove()
+            self._reducer = None
 
     def expect_backward(self) -> None:
         """A backward pass is about to start, perhaps of a step that called no network."""
@@ -403,6 +407,29 @@ class Networks:
             return
         with self._reducer.no_sync():
             yield
+
+    def waits(self) -> tuple[float, float]:
+        """Seconds that this rank has waited so far for other stages, and for gradients of other replicas."""
+        gradients = self._gradient_wait
+        if self._reducer is not None:
+            gradients += self._reducer.statistics.seconds_waited
+        return self._stage_wait + sum(network.pipeline.seconds_waited for network in self._found.values()), gradients
+
+    def refuse_chosen_inputs(self, inputs: Iterable[Tensor]) -> None:
+        """Refuse `backward(inputs=...)` with parameters of a cut network: its graph ends at the call.
+
+        Raises:
+            ConfigurationError: With the name of the first of them.
+        """
+        chosen = {id(tensor) for tensor in inputs}
+        for name, parameter in self._module.named_parameters():
+            if id(parameter) in chosen and self.ownership.owner(name) is not None:
+                raise ConfigurationError(
+                    f"backward(inputs=...) names {name!r}, a parameter of a network that is cut into stages. To"
+                    " autograd such a network is one operation, which fills the gradients of all its trainable"
+                    " parameters. Call backward without `inputs`, and freeze what should get no gradient with"
+                    " `toggle_optimizer` or `requires_grad_(False)`."
+                )
 
     def reset_step(self) -> None:
         """Forget network calls whose backward never came."""

@@ -23,16 +23,6 @@ class WholeWeights(Callback):
         """Bring the values of all stages to this rank."""
         self._make_whole()
 
-    @classmethod
-    def insert(cls, trainer: Any, make_whole: Callable[[], None]) -> None:
-        """Put one in front of the callbacks of `trainer`."""
-        trainer.callbacks.insert(0, cls(make_whole))
-
-    @classmethod
-    def remove(cls, trainer: Any) -> None:
-        """Take it out again."""
-        trainer.callbacks[:] = [callback for callback in trainer.callbacks if not isinstance(callback, cls)]
-
 
 def modules_of_callbacks(callbacks: Iterable[Any]) -> Iterator[nn.Module]:
     """What callbacks keep in their attributes: metrics, averaged weights, teachers."""

@@ -30,6 +30,19 @@ class ReadsWeights(nets.Classifier):
         return loss + 1e-4 * sum(p.norm() for p in self.parameters())
 
 
+class ChoosesInputs(nets.Classifier):
+    """Asks for the gradients of some parameters only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        images, labels = batch
+        loss = nn.functional.cross_entropy(self.model(images), labels)
+        self.manual_backward(loss, inputs=list(self.model.parameters()))
+
+
 class Branching(nn.Module):
     """Its forward depends on values."""
 
@@ -62,6 +75,7 @@ def _errors(rank: int, world: int) -> dict[str, str]:
     mistakes: dict[str, tuple[Any, dict[str, Any]]] = {
         "lbfgs": (lambda: nets.Classifier(optimizer=lbfgs), {}),
         "weights": (ReadsWeights, {}),
+        "inputs": (ChoosesInputs, {}),
         "untraceable": (lambda: nets.Classifier(Branching()), {"network": "model"}),
         "unknown network": (nets.Classifier, {"network": "backbone"}),
         "cut point": (nets.Classifier, {"cut_points": ["model.99"]}),
@@ -99,6 +113,8 @@ def test_mistakes_are_named_with_the_way_out() -> None:
         assert f"on rank {1 - rank} of the replica" in errors["weights"]
         assert "weight_decay" in errors["weights"]
         assert "whole_module()" in errors["weights"]
+        assert errors["inputs"].startswith("ConfigurationError: backward(inputs=...) names 'model.0.weight'")
+        assert "toggle_optimizer" in errors["inputs"]
         assert errors["untraceable"].startswith(
             "UntraceableError: The forward of 'model' (Branching) can't be cut in 2"
         )

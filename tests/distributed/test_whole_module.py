@@ -49,6 +49,8 @@ class Exports(pl.Callback):
         if trainer.is_global_zero:
             # Nothing is cut yet, so a call on one rank only needs no other.
             self.found["first call"] = pl_module(PROBE).detach()
+        # A copy is nobody's stage.
+        self.found["copy"] = copy.deepcopy(pl_module)(PROBE).detach()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx != 2:
@@ -121,6 +123,7 @@ def test_the_module_is_whole_where_it_is_asked_for(tmp_path: Path) -> None:
         # Parameters and placeholders are the same objects before and after, since optimizers refer to them.
         assert found["kept"] == len(expected["state"])
         assert ("first call" in found) == (rank == 0)
+        assert torch.allclose(found["copy"], expected["first call"], atol=1e-10)
     assert torch.allclose(results[0]["first call"], expected["first call"], atol=1e-10)
     # What was looked at goes on training: the optimizer's state is complete.
     own, other = (torch.load(tmp_path / name / "final.ckpt", weights_only=True) for name in ("grid", "alone"))
