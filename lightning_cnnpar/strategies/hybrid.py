@@ -463,7 +463,7 @@ class HybridStrategy(CheckpointStrategy):
     def __getstate__(self) -> dict[str, Any]:
         # Process groups and threads belong to this process; a copy starts without them.
         state = super().__getstate__()
-        state.update(_mesh=None, _networks=None, _watch=None)
+        state.update(_mesh=None, _networks=None, _watch=None, _times=None)
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HybridStrategy":
