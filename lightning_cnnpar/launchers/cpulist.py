@@ -12,8 +12,8 @@ def parse_list(text: str) -> frozenset[int]:
     members: set[int] = set()
     for part in clean(text).split(","):
         if part.strip():
-            first, _, last = part.partition("-")
-            members.update(range(int(first), int(last or first) + 1))
+            first, dash, last = part.partition("-")
+            members.update(range(int(first), int(last if dash else first) + 1))
     return frozenset(members)
 
 
