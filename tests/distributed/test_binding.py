@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -66,6 +67,7 @@ class Recorder(pl.LightningModule):
 
 def train(numa: Any = "auto", devices: int = RANKS, fits: int = 1, **options: Any) -> dict[str, Any]:
     """Fit on the CPU, and return what the rank of this process could use."""
+    warnings.simplefilter("ignore")  # Lightning's advice on loggers and workers
     for _ in range(fits):
         strategy = HybridStrategy(pipeline_parallel_size=1, numa=numa, **options)
         trainer = pl.Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_steps=1, **QUIET)
@@ -131,7 +133,8 @@ def test_off_leaves_everything_to_lightning() -> None:
 
 def test_one_rank_keeps_what_it_has() -> None:
     before = torch.get_num_threads()
-    found = train(devices=1)
+    with warnings.catch_warnings():
+        found = train(devices=1)
     assert found["cpus"] == sorted(MASK)
     assert found["threads"] == before == torch.get_num_threads()
 
