@@ -1,5 +1,6 @@
 """A binding is carried out in a process, completely and repeatably."""
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ needs_two_cpus = pytest.mark.skipif(len(MASK) < 2, reason="needs two CPUs")
 def _restore_mask() -> Iterator[None]:
     yield
     for task in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(task.name), MASK)
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(task.name), MASK)
 
 
 def binding(cpus: frozenset[int], memory: str = "off", node: int | None = None) -> RankBinding:
@@ -88,8 +90,9 @@ def test_the_memory_policy_is_set_and_taken_back() -> None:
 
     refused = apply(binding(MASK, "bind", 0), {})
     try:
-        if refused:
+        if any("EPERM" in refusal or "ENOSYS" in refusal for refusal in refused):
             pytest.skip(refused[0])
+        assert refused == ()
         assert policy() == "bind:0"
         assert apply(binding(MASK, "preferred", 0), {}) == ()
         assert policy() == "prefer:0"
