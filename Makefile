@@ -1,5 +1,5 @@
 # Each target makes `.venv` if it is missing or if its requirements have changed.
-.PHONY: demo test check docs bench
+.PHONY: demo test test-numa check docs bench
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -13,6 +13,9 @@ demo: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest -q -m "not slow"
+
+test-numa: $(READY)
+	@$(BIN)/python -m pytest -q tests/numa_vm
 
 check: $(READY)
 	@$(BIN)/ruff format --check --quiet .

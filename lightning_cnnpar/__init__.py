@@ -3,7 +3,7 @@
 Importing the package registers the strategy names, `Trainer(strategy="cnnpar_hybrid")` among them.
 """
 
-from lightning_cnnpar.config import ConfigurationError
+from lightning_cnnpar.config import ConfigurationError, NumaBinding
 from lightning_cnnpar.partition.foreign import ForeignTensorError
 from lightning_cnnpar.partition.split import Partition, split
 from lightning_cnnpar.plan import ParallelPlan
@@ -16,6 +16,7 @@ __all__ = [
     "ForeignTensorError",
     "HybridPrecision",
     "HybridStrategy",
+    "NumaBinding",
     "ParallelPlan",
     "Partition",
     "split",

@@ -9,6 +9,8 @@ BalanceName = Literal["flops", "time", "memory", "parameters"]
 CheckpointingName = Literal["never", "except_last", "always"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 Auto = Literal["auto"]
+NumaMode = Literal["node", "cores"]
+MemoryPolicy = Literal["preferred", "bind", "off"]
 Size = int | Auto
 Balance = BalanceName | Sequence[float]
 
@@ -17,6 +19,32 @@ AVAILABLE_SCHEDULES = ("gpipe",)
 
 class ConfigurationError(ValueError):
     """An option, or a combination of options, that can't work; the message says which values and what to change."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NumaBinding:
+    """How ranks are bound to the NUMA nodes that their devices hang on.
+
+    Attributes:
+        mode: "node" lets a rank run on all CPUs of its node, "cores" on a share of the node's physical cores of its
+            own. In both, a rank computes with as many threads as its share has cores.
+        memory: Where a rank's memory is allocated: "preferred" takes the node's own while there is some, "bind" never
+            takes another node's, "off" leaves it to the system.
+
+    Raises:
+        ConfigurationError: For other values.
+    """
+
+    mode: NumaMode = "node"
+    memory: MemoryPolicy = "preferred"
+
+    def __post_init__(self) -> None:
+        """Refuse unknown names."""
+        _check_choice("NumaBinding.mode", self.mode, get_args(NumaMode))
+        _check_choice("NumaBinding.memory", self.memory, get_args(MemoryPolicy))
+
+
+Numa = Literal["auto", "off"] | NumaBinding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +63,7 @@ class HybridOptions:
     deferred_batch_norm: bool = True
     zero_stage: int = 0
     compression: Any = None
-    numa: Any = "auto"
+    numa: Numa = "auto"
 
     def __post_init__(self) -> None:
         """Refuse values that no run could use."""
@@ -45,6 +73,8 @@ class HybridOptions:
         _check_choice("activation_checkpointing", self.activation_checkpointing, get_args(CheckpointingName))
         _check_choice("zero_stage", self.zero_stage, (0, 1, 2, 3))
         _check_balance(self.balance)
+        if not isinstance(self.numa, NumaBinding):
+            _check_choice("numa", self.numa, ("auto", "off", NumaBinding()))
         self._check_availability()
 
     def _check_availability(self) -> None:

@@ -8,6 +8,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from lightning_cnnpar._compat import multi_processing_launcher, subprocess_script_launcher
 from lightning_cnnpar.config import StartMethod
+from lightning_cnnpar.launchers.threads import reserve_threads
 
 _SubprocessScriptLauncher = subprocess_script_launcher()
 _MultiProcessingLauncher = multi_processing_launcher()
@@ -16,6 +17,7 @@ _MultiProcessingLauncher = multi_processing_launcher()
 class Launchable(Protocol):
     """What a launcher needs of the strategy."""
 
+    options: Any
     cluster_environment: Any
     num_processes: int
     num_nodes: int
@@ -43,6 +45,7 @@ class CheckedScriptLauncher(_SubprocessScriptLauncher):  # type: ignore[misc, va
     def __init__(self, strategy: Launchable) -> None:
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self._check = strategy.check_before_launch
+        self._binds = strategy.options.numa != "off"
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Check, start the other ranks, run `function` as rank 0."""
@@ -50,6 +53,8 @@ class CheckedScriptLauncher(_SubprocessScriptLauncher):  # type: ignore[misc, va
         if self.num_processes * self.num_nodes == 1:
             # Nothing is started and nothing has to be watched.
             return function(*args, **kwargs)
+        if self._binds:
+            reserve_threads(self.num_processes)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
@@ -62,6 +67,8 @@ class CheckedProcessLauncher(_MultiProcessingLauncher):  # type: ignore[misc, va
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Check, start all ranks, return what rank 0 returned."""
         self._strategy.check_before_launch()
+        if self._strategy.options.numa != "off":
+            reserve_threads(self._strategy.num_processes)
         try:
             reporting = functools.partial(_run_and_report, function, self._strategy)
             return super().launch(reporting, *args, trainer=trainer, **kwargs)

@@ -4,7 +4,7 @@ From the Trainer's first line to its last:
 
     Trainer(...)            sizes checked                                  config.resolve_sizes
     launch                  processes started                              launchers
-    setup_environment       process groups, failure watch                  mesh, launchers.watch
+    setup_environment       rank bound, process groups, failure watch      launchers.pinning, mesh, launchers.watch
     setup                   same weights and randomness, interception      mirror, strategies.networks
     first network call      the network is traced, cut and placed          partition, strategies.networks
     each step               microbatches flow, gradients are averaged      pipeline, data_parallel
@@ -30,6 +30,7 @@ from lightning_cnnpar.config import (
     Balance,
     ConfigurationError,
     HybridOptions,
+    Numa,
     ScheduleName,
     Size,
     StartMethod,
@@ -41,6 +42,7 @@ from lightning_cnnpar.data_parallel.sync_batchnorm import (
     set_statistics_group,
 )
 from lightning_cnnpar.launchers.launch import make_launcher
+from lightning_cnnpar.launchers.pinning import announce, bind_rank
 from lightning_cnnpar.launchers.watch import FailureWatch
 from lightning_cnnpar.mesh import DEFAULT_TIMEOUT, Coordinates, create_mesh
 from lightning_cnnpar.metrics import TimeSplit
@@ -83,7 +85,7 @@ class HybridStrategy(CheckpointStrategy):
         deferred_batch_norm: Update BatchNorm's running statistics once a batch, as the unsplit batch would.
         zero_stage: 0 keeps a copy of the stage on every replica.
         compression: Compression of gradients; `None` sends them as they are.
-        numa: Binding of ranks to NUMA nodes.
+        numa: Binding of ranks to the NUMA nodes of their devices: "auto" is `NumaBinding()`, "off" binds nothing.
         process_group_backend: Backend of `torch.distributed`; `None` chooses by device.
         timeout: How long a collective may take.
         start_method: How ranks start: "popen", "spawn", "fork", "forkserver".
@@ -114,7 +116,7 @@ class HybridStrategy(CheckpointStrategy):
         deferred_batch_norm: bool = True,
         zero_stage: int = 0,
         compression: Any = None,
-        numa: Any = "auto",
+        numa: Numa = "auto",
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         start_method: StartMethod = "popen",
@@ -202,10 +204,13 @@ class HybridStrategy(CheckpointStrategy):
         return f"rank {rank} (replica {place.data}, stage rank {place.pipeline})"
 
     def setup_environment(self) -> None:
-        """Start the process group and the grid."""
+        """Bind the rank to its node, start the process group and the grid."""
         assert self.accelerator is not None
+        bound = bind_rank(self)
         self.accelerator.setup_device(self.root_device)
         _compat.start_process_group(self, self._timeout)
+        if self.options.numa != "off":
+            announce(bound)
         if self._mesh is None:
             pipeline_size, data_size = self._resolve_sizes()
             self._mesh = create_mesh(data_size, pipeline_size, timeout=self._timeout)

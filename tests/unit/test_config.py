@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_cnnpar.config import ConfigurationError, HybridOptions, resolve_sizes
+from lightning_cnnpar.config import ConfigurationError, HybridOptions, NumaBinding, resolve_sizes
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,16 @@ def test_sizes_that_do_not_fit_are_named(
         ({"zero_stage": 4}, r"zero_stage=4 is unknown"),
         ({"zero_stage": 2}, r"zero_stage=2 is not available"),
         ({"compression": "int8"}, r"compression='int8' is not available"),
+        ({"numa": "on"}, r"numa='on' is unknown. Known: 'auto', 'off', NumaBinding\(mode='node', memory='preferred'\)"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         HybridOptions(**options)  # type: ignore[arg-type]
+
+
+def test_a_binding_of_unknown_kind_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"NumaBinding.mode='core' is unknown. Known: 'node', 'cores'"):
+        NumaBinding(mode="core")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"NumaBinding.memory='local' is unknown. Known: 'preferred', 'bind'"):
+        NumaBinding(memory="local")  # type: ignore[arg-type]

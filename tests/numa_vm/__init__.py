@@ -1,0 +1,1 @@
+"""A machine with two NUMA nodes, emulated."""
