@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 # The base of modes that see every operator; documented, but its home has an underscore (torch 2.14).
@@ -317,3 +318,9 @@ def checked_autograd_functions(check: Callable[[Any], None]) -> Iterator[None]:
 
     with mock.patch.object(home, "__getattribute__", find):
         yield
+
+
+def all_gather_flat(out: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+    """Join equal tensors of all ranks, one after the other; torch 2.14 has another name for it."""
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, own, group=group)

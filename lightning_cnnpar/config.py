@@ -86,8 +86,6 @@ class HybridOptions:
             raise _not_yet("activation_checkpointing", self.activation_checkpointing, "leave it at 'never'")
         if self.zero_stage != 0:
             raise _not_yet("zero_stage", self.zero_stage, "use 0")
-        if self.compression is not None:
-            raise _not_yet("compression", self.compression, "use None")
 
 
 def _check_size(name: str, value: Any) -> None:

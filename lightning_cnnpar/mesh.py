@@ -135,6 +135,18 @@ def create_mesh(data_size: int, pipeline_size: int, *, timeout: timedelta = DEFA
     )
 
 
+def create_data_group(mesh: Mesh) -> dist.ProcessGroup:
+    """One more group of the ranks that hold this rank's stage, of the run's backend, for collectives of another thread.
+
+    Every rank of the world calls this; D is at least 2.
+    """
+    size = mesh.pipeline_size
+    columns = [[d * size + p for d in range(mesh.data_size)] for p in range(size)]
+    created = [dist.new_group(ranks, timeout=mesh.timeout) for ranks in columns]
+    group: dist.ProcessGroup = created[mesh.pipeline_rank]  # type: ignore[assignment]  # this rank is a member of it
+    return group
+
+
 class DifferentPointsError(RuntimeError):
     """The replicas of a run have come to different places of the program."""
 

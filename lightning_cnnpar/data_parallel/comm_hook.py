@@ -1,11 +1,14 @@
 """How a bucket of gradients is averaged over replicas: one interface for dense and compressed ways, on any device."""
 
 import dataclasses
-from typing import Protocol, final
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, final
 
+import torch
 import torch.distributed as dist
 
-from lightning_cnnpar.data_parallel.buckets import Bucket
+from lightning_cnnpar.compression import CompressionEngine, Part
+from lightning_cnnpar.data_parallel.buckets import Bucket, real_numel
 
 
 class Reduction(Protocol):
@@ -35,6 +38,19 @@ class CommHook(Protocol):
         Must not wait for other ranks.
         """
 
+    def finish_round(self) -> None:
+        """All buckets of a backward pass have been waited for."""
+
+    def begin(self, parameters: Mapping[str, torch.device]) -> Sequence[str] | None:
+        """A reducer starts to use this hook.
+
+        Args:
+            parameters: Names of its parameters, and where they are.
+
+        Returns:
+            The order of readiness that buckets follow from the first pass on; `None` to find it in the first pass.
+        """
+
 
 @final
 class DenseAllReduce:
@@ -45,6 +61,55 @@ class DenseAllReduce:
         work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
         assert work is not None
         return PendingWork(work, bucket.num_bytes)
+
+    def finish_round(self) -> None:
+        """Nothing is kept between passes."""
+
+    def begin(self, parameters: Mapping[str, torch.device]) -> Sequence[str] | None:
+        """Every pass is like the first."""
+        return None
+
+
+@final
+class CompressedReduce:
+    """Averages gradients that are compressed on their way.
+
+    Args:
+        engine: Compresses and sums.
+    """
+
+    def __init__(self, engine: CompressionEngine) -> None:
+        self.engine = engine
+        self._resumed: Mapping[str, Any] | None = None
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of a checkpoint: `step`, `residuals` by parameter, and the `order` of readiness."""
+        self._resumed = state
+        self.engine.step = int(state["step"])
+
+    def reduce(self, bucket: Bucket) -> Reduction:
+        """Start to sum a bucket."""
+        return self.engine.start(bucket.index, [_part(bucket, slot) for slot in bucket.slots])
+
+    def finish_round(self) -> None:
+        """A step is complete."""
+        self.engine.finish_step()
+
+    def begin(self, parameters: Mapping[str, torch.device]) -> Sequence[str] | None:
+        """Take over what belongs to these parameters of a checkpoint."""
+        if self._resumed is None:
+            return None
+        self.engine.residuals.load(self._resumed["residuals"], parameters)
+        own = [name for name in self._resumed["order"] if name in parameters]
+        return own if len(own) == len(parameters) else None
+
+
+def _part(bucket: Bucket, slot: Any) -> Part:
+    numel = real_numel(slot.parameter)
+    shape = tuple(slot.parameter.shape)
+    # Of complex numbers, the real and imaginary parts have no shape that means anything to a compressor.
+    shape = shape if numel == slot.parameter.numel() else (numel,)
+    return Part(slot.name, bucket.flat[slot.offset : slot.offset + numel], shape)
 
 
 @final

@@ -104,8 +104,12 @@ class GradientReducer:
         self._touched = bytearray(len(self._named))
         self._bucket_of = [0] * len(self._named)
         self._buckets: list[Bucket] = []
-        self._rebuilt = False
-        self._build_buckets(list(reversed(range(len(self._named)))))
+        known = self._hook.begin({name: parameter.device for name, parameter in self._named}) if self._named else None
+        self._rebuilt = known is not None
+        positions = {name: position for position, (name, _) in enumerate(self._named)}
+        self._build_buckets(
+            [positions[name] for name in known] if known is not None else list(reversed(range(len(self._named))))
+        )
         self._round: weakref.ref[_Round] | None = None
         self._in_flight: list[Reduction] = []
         self._counts_as_ready = True
@@ -121,6 +125,11 @@ class GradientReducer:
     def statistics(self) -> ReductionStatistics:
         """Totals since the start."""
         return self._statistics
+
+    @property
+    def order(self) -> list[str]:
+        """Names of the parameters in the order in which their gradients are expected."""
+        return [slot.name for bucket in self._buckets for slot in bucket.slots]
 
     def begin_backward(self) -> None:
         """Open a round, if none is open, in the backward pass that this thread is in; its end ends the round.
@@ -276,6 +285,7 @@ class GradientReducer:
         self._in_flight = []
         self._counts_as_ready = True
         self._count(num_rounds=1)
+        self._hook.finish_round()
         if not self._rebuilt and self._named:
             self._rebuilt = True
             self._rebuild_buckets(current.order)

@@ -37,6 +37,9 @@ class Agreement(Protocol):
     def any_rank(self, flag: Tensor) -> None:
         """Replace `flag` by its maximum over all ranks, in place."""
 
+    def on_overflow(self, flag: Tensor) -> None:
+        """Learn whether the step is skipped: `flag` is not zero then, on every rank."""
+
 
 class HybridPrecision(Precision):
     """Any of Lightning's precisions, right over pipeline stages.
@@ -86,7 +89,7 @@ class HybridPrecision(Precision):
         self._device = device.type
         scaler = self.scaler
         if scaler is not None:
-            agreed_scaler(scaler, agreement.any_rank, device)
+            agreed_scaler(scaler, agreement, device)
 
     @property
     def inner(self) -> Precision:
@@ -194,7 +197,7 @@ class HybridPrecision(Precision):
         self.inner.teardown()
 
 
-def agreed_scaler(scaler: Any, any_rank: Callable[[Tensor], None], device: torch.device) -> None:
+def agreed_scaler(scaler: Any, agreement: Agreement, device: torch.device) -> None:
     """Make a `GradScaler` see an overflow on any rank: all ranks skip the step, or none.
 
     The agreement is made inside `unscale_`, so that gradients are unscaled before they are clipped and every rank knows
@@ -204,6 +207,8 @@ def agreed_scaler(scaler: Any, any_rank: Callable[[Tensor], None], device: torch
 
     def unscale_and_agree(optimizer: torch.optim.Optimizer) -> None:
         unscale(scaler, optimizer)
-        any_rank(overflow_flag(scaler, optimizer, device))
+        flag = overflow_flag(scaler, optimizer, device)
+        agreement.any_rank(flag)
+        agreement.on_overflow(flag)
 
     scaler.unscale_ = unscale_and_agree

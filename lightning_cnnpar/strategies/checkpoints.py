@@ -5,22 +5,28 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_cnnpar import _compat
 from lightning_cnnpar.checkpoint.gather import merge_foreign
 from lightning_cnnpar.checkpoint.optimizer import gather_optimizer_state, local_optimizer_state
+from lightning_cnnpar.data_parallel.comm_hook import CompressedReduce
 from lightning_cnnpar.partition.ownership import canonical_names
 from lightning_cnnpar.plugins.checkpoint_io import AtomicCheckpointIO
 from lightning_cnnpar.strategies.grid import GridStrategy
 from lightning_cnnpar.strategies.networks import Networks
+
+OWN_KEY = "lightning_cnnpar"
+"""Of a checkpoint: what no single process would have written."""
 
 
 class CheckpointStrategy(GridStrategy, ABC):
     """Collects the stages of the first replica on rank 0 to write, and gives each rank its stage to read."""
 
     _networks: Networks | None = None
+    _compression: CompressedReduce | None = None
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -70,6 +76,9 @@ class CheckpointStrategy(GridStrategy, ABC):
         key = getattr(self.precision_plugin, "checkpoint_key", None)
         if key in checkpoint:
             checkpoint[type(self.precision_plugin).__qualname__] = checkpoint[key]
+        own = checkpoint.get(OWN_KEY, {})
+        if self._compression is not None and "compression" in own:
+            self._compression.resume(own["compression"])
         return checkpoint
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -88,7 +97,26 @@ class CheckpointStrategy(GridStrategy, ABC):
         own = type(self.precision_plugin).__qualname__
         if key is not None and key != own and own in checkpoint:
             checkpoint[key] = checkpoint.pop(own)
+        if self._compression is not None and self._networks is not None and self._may_communicate():
+            checkpoint[OWN_KEY] = {"compression": self._compression_state(self._compression, self._networks)}
         super().save_checkpoint(self._merged(checkpoint), filepath, storage_options)
+
+    def _compression_state(self, compression: CompressedReduce, networks: Networks) -> dict[str, Any]:
+        """Residuals of all stages and replicas on rank 0; of less on other ranks."""
+        assert self.mesh.data_control_group is not None
+        state = compression.engine.gather_state(self.mesh.data_control_group)
+        state["order"] = networks.gradient_order
+        if self.mesh.pipeline_size == 1 or self.mesh.data_rank > 0:
+            return state
+        stages: list[Any] | None = [None] * self.mesh.pipeline_size if self.mesh.pipeline_rank == 0 else None
+        dist.gather_object(state, stages, dst=self.mesh.global_rank(0), group=self.mesh.control_group)
+        if stages is None:
+            return state
+        return {
+            "step": state["step"],
+            "residuals": {name: rows for stage in stages for name, rows in stage["residuals"].items()},
+            "order": [name for stage in stages for name in stage["order"]],
+        }
 
     def _merged(self, state: dict[str, Any]) -> dict[str, Any]:
         if not self._merges:

@@ -26,6 +26,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_cnnpar import _compat
+from lightning_cnnpar.compression import CompressionEngine, CompressionPolicy
 from lightning_cnnpar.config import (
     Balance,
     ConfigurationError,
@@ -36,6 +37,7 @@ from lightning_cnnpar.config import (
     StartMethod,
     resolve_sizes,
 )
+from lightning_cnnpar.data_parallel.comm_hook import CompressedReduce
 from lightning_cnnpar.data_parallel.sync_batchnorm import (
     convert_sync_batchnorm,
     revert_sync_batchnorm,
@@ -44,7 +46,7 @@ from lightning_cnnpar.data_parallel.sync_batchnorm import (
 from lightning_cnnpar.launchers.launch import make_launcher
 from lightning_cnnpar.launchers.pinning import announce, bind_rank
 from lightning_cnnpar.launchers.watch import FailureWatch
-from lightning_cnnpar.mesh import DEFAULT_TIMEOUT, Coordinates, create_mesh
+from lightning_cnnpar.mesh import DEFAULT_TIMEOUT, Coordinates, create_data_group, create_mesh
 from lightning_cnnpar.metrics import TimeSplit
 from lightning_cnnpar.mirror import share_randomness
 from lightning_cnnpar.partition.ownership import canonical_names, named_tensors
@@ -56,6 +58,7 @@ from lightning_cnnpar.strategies.collectives import (
     gather_metrics_over_data,
     use_mesh,
 )
+from lightning_cnnpar.strategies.compression_log import CompressionLog
 from lightning_cnnpar.strategies.fitting import smallest_fitting_pipeline
 from lightning_cnnpar.strategies.loaders import distribute_loader
 from lightning_cnnpar.strategies.networks import Networks
@@ -84,7 +87,8 @@ class HybridStrategy(CheckpointStrategy):
         activation_checkpointing: "never", "except_last" or "always".
         deferred_batch_norm: Update BatchNorm's running statistics once a batch, as the unsplit batch would.
         zero_stage: 0 keeps a copy of the stage on every replica.
-        compression: Compression of gradients; `None` sends them as they are.
+        compression: Compression of gradients between replicas: "bf16", "int8", "int4", "int2", "onebit", "topk",
+            "powersgd", a `Compressor`, a dictionary of name patterns or of steps; `None` sends them as they are.
         numa: Binding of ranks to the NUMA nodes of their devices: "auto" is `NumaBinding()`, "off" binds nothing.
         process_group_backend: Backend of `torch.distributed`; `None` chooses by device.
         timeout: How long a collective may take.
@@ -152,6 +156,8 @@ class HybridStrategy(CheckpointStrategy):
         self._timeout = timeout
         self._start_method = start_method
         self._watch: FailureWatch | None = None
+        self._policy = None if compression is None else CompressionPolicy.of(compression)
+        self._compression: CompressedReduce | None = None
         self._use_sampler = True
         self._times: StepTimes | None = None
 
@@ -161,6 +167,11 @@ class HybridStrategy(CheckpointStrategy):
         if self._networks is not None:
             return self._networks.plan()
         return ParallelPlan(pipeline_parallel_size=self.mesh.pipeline_size, data_parallel_size=self.mesh.data_size)
+
+    @property
+    def compression_engine(self) -> CompressionEngine | None:
+        """What compresses gradients during a run with compression: its `statistics`, its `residuals`."""
+        return None if self._compression is None else self._compression.engine
 
     @property
     def time_split(self) -> TimeSplit:
@@ -216,10 +227,37 @@ class HybridStrategy(CheckpointStrategy):
             self._mesh = create_mesh(data_size, pipeline_size, timeout=self._timeout)
         use_mesh(self.mesh)
         set_statistics_group(self.mesh.statistics_group)
+        if self._policy is not None and self._compression is None:
+            self._compression = self._make_compression(self._policy)
         if self.mesh.world_size > 1:
             self._watch = FailureWatch(
                 f"replica {self.mesh.data_rank}, stage rank {self.mesh.pipeline_rank}", _compat.next_run_number()
             )
+
+    def _make_compression(self, policy: CompressionPolicy) -> CompressedReduce | None:
+        if self.mesh.data_size == 1:
+            rank_zero_warn(
+                f"compression={self.options.compression!r} has nothing to compress: with data_parallel_size=1 no"
+                " gradients travel."
+            )
+            return None
+        return CompressedReduce(
+            CompressionEngine(
+                policy,
+                group=create_data_group(self.mesh),
+                device=self.root_device,
+                loss_scale=self._loss_scale,
+            )
+        )
+
+    def _loss_scale(self) -> float:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else float(scaler.get_scale())
+
+    def on_overflow(self, flag: Tensor) -> None:
+        """Take the residuals of a skipped step back."""
+        if self._compression is not None and bool(flag):
+            self._compression.engine.take_back()
 
     def _resolve_sizes(self) -> tuple[int, int]:
         smallest = 1
@@ -288,11 +326,14 @@ class HybridStrategy(CheckpointStrategy):
             optimizers=self._plain_optimizers,
             wire_dtype=getattr(precision, "wire_dtype", None),
             announce=rank_zero_info,
+            hook=self._compression,
         )
         self._networks.install(reduce_gradients=fitting)
         if fitting and self.mesh.world_size > 1:
             self._times = StepTimes(self._networks.waits)
             trainer.callbacks.append(self._times)
+            if self._compression is not None:
+                trainer.callbacks.append(CompressionLog(self._compression.engine))
         if fitting and self.mesh.pipeline_size > 1:
             requests = SaveRequests(lambda noted: self.reduce_boolean_decision(noted, all=False))
             trainer.callbacks[:0] = [WholeWeights(self._networks.make_whole), requests]
@@ -452,7 +493,7 @@ class HybridStrategy(CheckpointStrategy):
             else:
                 self._networks.abandon()
         if trainer is not None:
-            ours = (WholeWeights, SaveRequests, StepTimes)
+            ours = (WholeWeights, SaveRequests, StepTimes, CompressionLog)
             trainer.callbacks[:] = [callback for callback in trainer.callbacks if not isinstance(callback, ours)]
             _compat.give_back_samplers(trainer, self._use_sampler)
         if self.lightning_module is not None and self._layer_sync is not None:
@@ -463,12 +504,15 @@ class HybridStrategy(CheckpointStrategy):
                 self.barrier("teardown")
             self._watch.close()
             self._watch = None
+        if self._compression is not None:
+            self._compression.engine.close()
+            self._compression = None
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
         # Process groups and threads belong to this process; a copy starts without them.
         state = super().__getstate__()
-        state.update(_mesh=None, _networks=None, _watch=None, _times=None)
+        state.update(_mesh=None, _networks=None, _watch=None, _times=None, _compression=None)
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HybridStrategy":

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_cnnpar._compat import tensor_slots
 from lightning_cnnpar.checkpoint.gather import broadcast_from_owners
 from lightning_cnnpar.config import ConfigurationError, HybridOptions
+from lightning_cnnpar.data_parallel.comm_hook import CommHook
 from lightning_cnnpar.data_parallel.replicate import GradientReducer
 from lightning_cnnpar.mesh import Mesh
 from lightning_cnnpar.partition.foreign import is_foreign
@@ -72,6 +73,7 @@ class Networks:
         optimizers: The optimizers of the run, at the time of the call.
         wire_dtype: Type of activations between stages; `None` as they are.
         announce: Shows a line of text to the user, once for the run.
+        hook: How gradients are averaged over replicas; `None`: as they are.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Networks:
         optimizers: Callable[[], list[torch.optim.Optimizer]],
         wire_dtype: torch.dtype | None = None,
         announce: Callable[[str], None] = log.info,
+        hook: CommHook | None = None,
     ) -> None:
         self._module = module
         self._mesh = mesh
@@ -96,6 +99,7 @@ class Networks:
         self._optimizers = optimizers
         self._wire_dtype = wire_dtype
         self._announce = announce
+        self._hook = hook
         self._names: dict[int, str] = {id(submodule): name for name, submodule in module.named_modules()}
         self._total = _size(module)
         self._shadows: list[InterceptedForward] = []
@@ -376,13 +380,20 @@ class Networks:
                 staged.append((name, parameter))
             else:
                 everywhere.append((name, parameter))
-        self._reducer = GradientReducer(staged, mesh=self._mesh, world_parameters=everywhere, summed_parameters=tied)
+        self._reducer = GradientReducer(
+            staged, mesh=self._mesh, world_parameters=everywhere, summed_parameters=tied, hook=self._hook
+        )
 
     def _drop_reducer(self) -> None:
         if self._reducer is not None:
             self._gradient_wait = self.waits()[1]
             self._reducer.remove()
             self._reducer = None
+
+    @property
+    def gradient_order(self) -> list[str]:
+        """Names of the parameters whose gradients are averaged here, in the order in which they are expected."""
+        return [] if self._reducer is None else self._reducer.order
 
     def expect_backward(self) -> None:
         """A backward pass is about to start, perhaps of a step that called no network."""

@@ -1,0 +1,189 @@
+"""Compressed gradients in training: nearly the same losses, fewer bytes, and nothing lost over checkpoints."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_cnnpar import ConfigurationError, HybridStrategy
+from lightning_cnnpar.compression import Int8, OneBit, PowerSGD, TopK
+from tests import nets
+from tests.fitting import QUIET
+from tests.ranks import run_ranks
+
+# Of plain Lightning, in this process.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+# An epoch of five steps: runs that go on from a checkpoint start at one.
+SAMPLES = 80
+
+
+class Toy(nets.Classifier):
+    """Notes its losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(float(loss))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.03, momentum=0.9)
+
+
+def train(
+    layout: tuple[int, int],
+    folder: Path | str = "",
+    ckpt: str | None = None,
+    steps: int = 120,
+    samples: int = SAMPLES,
+    **options: Any,
+) -> dict[str, Any]:
+    pl.seed_everything(3, verbose=False)
+    strategy = HybridStrategy(*layout, **options)
+    arguments = QUIET
+    if folder:
+        saving = ModelCheckpoint(folder, f"{steps}", save_on_train_epoch_end=True, enable_version_counter=False)
+        logger = CSVLogger(folder, version="run")
+        arguments = QUIET | {"logger": logger, "callbacks": [saving], "enable_checkpointing": True}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=layout[0] * layout[1],
+        strategy=strategy,
+        max_epochs=steps * 16 // samples,
+        precision="64-true",
+        log_every_n_steps=1,
+        **arguments,
+    )
+    module = Toy().double()
+    trainer.fit(module, DataLoader(nets.Images(samples), 16 // layout[1]), ckpt_path=ckpt)
+    return {"losses": module.losses, "state": dict(module.state_dict()), "logged": trainer.logged_metrics}
+
+
+def _several(rank: int, world: int, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {name: train((1, world), samples=320, **arguments) for name, arguments in runs.items()}
+
+
+CODECS = {
+    "int8": Int8(min_numel=1, block=64),
+    "onebit": OneBit(min_numel=1, block=64),
+    "topk": TopK(ratio=0.1, min_numel=1),
+    "powersgd": PowerSGD(rank=2, min_numel=1),
+    "none": None,
+    "schedule": {0: Int8(min_numel=1), 20: OneBit(min_numel=1, block=64)},
+}
+
+
+@pytest.mark.case("C57")
+def test_case_c57_compressed_training_reaches_the_loss_of_plain_gradients(tmp_path: Path) -> None:
+    runs: dict[str, dict[str, Any]] = {name: {"compression": codec} for name, codec in CODECS.items()}
+    runs = {"dense": {}, "by name": {"compression": "onebit", "folder": tmp_path}} | runs
+    results = run_ranks(2, _several, runs, timeout=100)
+    for name in runs:
+        first, second = (result[name] for result in results)
+        assert all(torch.equal(first["state"][key], second["state"][key]) for key in first["state"]), name
+        dense = _end([result["dense"] for result in results])
+        assert _end([first, second]) < 1.05 * dense + 0.02, (name, _end([first, second]), dense)
+    header = (tmp_path / "lightning_logs" / "run" / "metrics.csv").read_text().splitlines()[0]
+    for key in ("comm/ratio", "comm/payload_mib", "comm/wire_mib", "comm/encode_ms", "comm/residual_norm"):
+        assert key in header
+
+
+def _end(runs: list[dict[str, Any]]) -> float:
+    last = [loss for run in runs for loss in run["losses"][-15:]]
+    return sum(last) / len(last)
+
+
+def _resume(rank: int, world: int, folder: Path, name: str, layout: tuple[int, int]) -> list[bool]:
+    """Ten steps against five, a checkpoint, and five more."""
+    options = {"compression": CODECS[name]}
+    whole = train(layout, steps=10, **options)
+    train(layout, folder=folder / name, steps=5, **options)
+    resumed = train(layout, folder=folder / name, ckpt=f"{folder / name}/5.ckpt", steps=10, **options)
+    return [torch.equal(whole["state"][key], resumed["state"][key]) for key in whole["state"]]
+
+
+@pytest.mark.case("C56")
+@pytest.mark.parametrize("layout", [(1, 2), (2, 2)])
+def test_case_c56_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, layout: tuple[int, int]) -> None:
+    names = ("topk", "powersgd", "onebit") if layout == (1, 2) else ("topk",)
+    for name in names:
+        for same in run_ranks(layout[0] * layout[1], _resume, tmp_path, name, layout, timeout=100):
+            assert all(same), name
+    checkpoint = torch.load(tmp_path / "topk" / "5.ckpt", weights_only=True)
+    own = checkpoint.pop("lightning_cnnpar")["compression"]
+    trainable = {name: value for name, value in checkpoint["state_dict"].items() if value.dim() > 1}
+    assert {name: rows.shape for name, rows in own["residuals"].items()} == {
+        name: (3, value.numel()) for name, value in trainable.items()
+    }
+    assert own["step"] == 5
+
+
+def _merge(rank: int, world: int, folder: Path) -> tuple[bool, list[str]]:
+    told: list[str] = []
+    logger = logging.getLogger("lightning_cnnpar.compression.residual")
+    logger.setLevel(logging.INFO)
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    run = train((1, 3), ckpt=f"{folder / 'topk'}/5.ckpt", steps=10, compression=CODECS["topk"])
+    return all(bool(value.isfinite().all()) for value in run["state"].values()), told
+
+
+def _write(rank: int, world: int, folder: Path) -> None:
+    train((1, 2), folder=folder / "topk", steps=5, compression=CODECS["topk"])
+
+
+@pytest.mark.case("C56")
+def test_case_c56_residuals_are_merged_for_another_number_of_replicas(tmp_path: Path) -> None:
+    run_ranks(2, _write, tmp_path)
+    results = run_ranks(3, _merge, tmp_path)
+    assert all(finite for finite, _ in results)
+    assert [len(told) for _, told in results] == [1, 0, 0]
+    assert "residuals of 2 replicas were merged for 3" in results[0][1][0]
+    # Without compression, and in one process, the file is like any other.
+    assert train((1, 1), ckpt=f"{tmp_path / 'topk'}/5.ckpt", steps=10)["losses"]
+
+
+@pytest.mark.parametrize(
+    ("compression", "message"),
+    [
+        ("int9", r"compression='int9' is unknown. Known: 'bf16', 'int8', 'int4', 'int2', 'onebit', 'topk', 'powersgd'"),
+        (3, r"compression=3: give a name"),
+        ({5: "int8"}, r"says nothing of the first steps"),
+    ],
+)
+def test_what_can_not_work_is_refused(compression: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        HybridStrategy(compression=compression)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TopK(ratio=0.0), r"TopK\(ratio=0.0\): give a share in \(0, 1\]"),
+        (lambda: TopK(ratio=1.5), r"TopK\(ratio=1.5\)"),
+        (lambda: PowerSGD(rank=0), r"PowerSGD\(rank=0\): give a whole number of at least 1"),
+        (lambda: Int8(block=12), r"Int8\(block=12\): give a multiple of 8"),
+        (lambda: Int8(exclude="*.fc.*"), r"give a tuple of patterns"),
+        (lambda: OneBit(warmup_steps=-1), r"OneBit\(warmup_steps=-1\)"),
+    ],
+)
+def test_options_of_compressors_are_checked(make: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make()
+
+
+def test_one_replica_has_nothing_to_compress() -> None:
+    with pytest.warns(UserWarning, match=r"compression='int8' has nothing to compress: with data_parallel_size=1"):
+        train((1, 1), steps=1, compression="int8")
