@@ -5,6 +5,7 @@ gradients ─► policy: what is compressed how ─► + residual ─► encode 
                                                     └── left out ─┘
 """
 
+from lightning_cnnpar.compression.auto import choose_compressor
 from lightning_cnnpar.compression.base import BlockwiseCompressor, Compressor
 from lightning_cnnpar.compression.engine import CompressionEngine, CompressionStatistics, Part
 from lightning_cnnpar.compression.onebit import OneBit
@@ -28,5 +29,6 @@ __all__ = [
     "Part",
     "PowerSGD",
     "TopK",
+    "choose_compressor",
     "from_name",
 ]

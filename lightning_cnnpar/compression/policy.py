@@ -27,7 +27,9 @@ def from_name(name: str) -> Compressor:
         ConfigurationError: If there is none; lists the names.
     """
     if name not in COMPRESSORS:
-        raise ConfigurationError(f"compression={name!r} is unknown. Known: {', '.join(map(repr, COMPRESSORS))}.")
+        raise ConfigurationError(
+            f"compression={name!r} is unknown. Known: {', '.join(map(repr, COMPRESSORS))}, 'auto'."
+        )
     return COMPRESSORS[name]()
 
 

@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_cnnpar import _compat
-from lightning_cnnpar.compression import CompressionEngine, CompressionPolicy
+from lightning_cnnpar.compression import CompressionEngine, CompressionPolicy, choose_compressor
 from lightning_cnnpar.config import (
     Balance,
     ConfigurationError,
@@ -88,7 +88,8 @@ class HybridStrategy(CheckpointStrategy):
         deferred_batch_norm: Update BatchNorm's running statistics once a batch, as the unsplit batch would.
         zero_stage: 0 keeps a copy of the stage on every replica.
         compression: Compression of gradients between replicas: "bf16", "int8", "int4", "int2", "onebit", "topk",
-            "powersgd", a `Compressor`, a dictionary of name patterns or of steps; `None` sends them as they are.
+            "powersgd", a `Compressor`, a dictionary of name patterns or of steps; "auto" measures whether it pays;
+            `None` sends them as they are.
         numa: Binding of ranks to the NUMA nodes of their devices: "auto" is `NumaBinding()`, "off" binds nothing.
         process_group_backend: Backend of `torch.distributed`; `None` chooses by device.
         timeout: How long a collective may take.
@@ -156,7 +157,7 @@ class HybridStrategy(CheckpointStrategy):
         self._timeout = timeout
         self._start_method = start_method
         self._watch: FailureWatch | None = None
-        self._policy = None if compression is None else CompressionPolicy.of(compression)
+        self._policy = None if compression in (None, "auto") else CompressionPolicy.of(compression)
         self._compression: CompressedReduce | None = None
         self._use_sampler = True
         self._times: StepTimes | None = None
@@ -227,27 +228,29 @@ class HybridStrategy(CheckpointStrategy):
             self._mesh = create_mesh(data_size, pipeline_size, timeout=self._timeout)
         use_mesh(self.mesh)
         set_statistics_group(self.mesh.statistics_group)
-        if self._policy is not None and self._compression is None:
-            self._compression = self._make_compression(self._policy)
+        if self.options.compression is not None and self._compression is None:
+            self._compression = self._make_compression()
         if self.mesh.world_size > 1:
             self._watch = FailureWatch(
                 f"replica {self.mesh.data_rank}, stage rank {self.mesh.pipeline_rank}", _compat.next_run_number()
             )
 
-    def _make_compression(self, policy: CompressionPolicy) -> CompressedReduce | None:
+    def _make_compression(self) -> CompressedReduce | None:
         if self.mesh.data_size == 1:
             rank_zero_warn(
                 f"compression={self.options.compression!r} has nothing to compress: with data_parallel_size=1 no"
                 " gradients travel."
             )
             return None
+        group, policy = create_data_group(self.mesh), self._policy
+        if policy is None:
+            chosen, why = choose_compressor(group, self.root_device)
+            rank_zero_info(why)
+            if chosen is None:
+                return None
+            policy = CompressionPolicy.of(chosen)
         return CompressedReduce(
-            CompressionEngine(
-                policy,
-                group=create_data_group(self.mesh),
-                device=self.root_device,
-                loss_scale=self._loss_scale,
-            )
+            CompressionEngine(policy, group=group, device=self.root_device, loss_scale=self._loss_scale)
         )
 
     def _loss_scale(self) -> float:
