@@ -11,13 +11,17 @@ from lightning_cnnpar.compression import (
     CompressionEngine,
     CompressionPolicy,
     Compressor,
+    Int8,
     Part,
     PowerSGD,
     TopK,
     from_name,
 )
-from tests.ranks import run_ranks
+from tests import nets
+from tests.fitting import Case, Layout, Record, loaders, make_strategy, make_trainer
+from tests.ranks import RankError, run_ranks
 
+CASE = Case(module=nets.Classifier, train=nets.images40)
 NAMES = ("bf16", "int8", "int4", "int2", "onebit", "topk", "powersgd")
 SHAPES = {
     "conv": (37, 7, 3, 3),
@@ -135,6 +139,11 @@ def _not_finite(engine: CompressionEngine, control: Any, rank: int, size: int) -
     sums = step(engine, spoiled, size)
     after = engine.gather_state(control)["residuals"]
     same = all(torch.equal(before[name], after[name]) for name in before)
+    # Another stage overflowed: the optimizer skips the step.
+    step(engine, gradients(rank), size)
+    engine.take_back()
+    after = engine.gather_state(control)["residuals"]
+    same = same and all(torch.equal(before[name], after[name]) for name in before)
     return {"spoiled": bool(sums["big"].isfinite().any()), "others": bool(sums["conv"].isfinite().all()), "same": same}
 
 
@@ -171,3 +180,23 @@ def test_the_contract(size: int) -> None:
             assert finite, (name, kind)
             if kind == "zeros":
                 assert all(not bool(error.any()) for error in errors.values()), (name, errors)
+
+
+def _fail(rank: int, world: int) -> None:
+    if rank == 1:
+        Int8.encode = _broken  # type: ignore[method-assign]
+    trainer = make_trainer(CASE, make_strategy(Layout(1, 2, {"compression": Int8(min_numel=1)})), world, "", Record())
+    trainer.fit(CASE.module(), **loaders(CASE, 2))
+
+
+def _broken(codec: Int8, values: Tensor) -> Tensor:
+    raise ArithmeticError("the codec is broken")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_failure_while_encoding_ends_all_ranks() -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 1.*ArithmeticError: the codec is broken") as failure:
+        run_ranks(2, _fail, timeout=40)
+    assert failure.value.rank == 1
+    assert set(failure.value.errors) == {0, 1}
+    assert "rank 1" in failure.value.errors[0]
