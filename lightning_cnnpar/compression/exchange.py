@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cnnpar._compat import all_gather_flat
+from lightning_cnnpar.compression import swap
 from lightning_cnnpar.compression.base import BlockwiseCompressor, Compressor, exponent_of
 from lightning_cnnpar.compression.powersgd import PowerSGD, first_factor, orthonormal
 from lightning_cnnpar.compression.residual import Residuals
@@ -181,7 +181,7 @@ class Blockwise(Exchange):
         """See `Exchange`."""
         site, codec, chunk = self._site, self._codec, self._chunk
         received = self._memory("received", site.size * self._row, torch.uint8).view(site.size, -1)
-        dist.all_to_all_single(received, self._payload, group=site.group)
+        swap.all_to_all(received, self._payload, site.group)
         total = self._memory("total", chunk).zero_()
         decoded = self._memory("decoded again", chunk)
         for row in received:
@@ -195,7 +195,7 @@ class Blockwise(Exchange):
             total.sub_(codec.decode(own[_HEADER:], decoded)).mul_(_power(exponent) / site.scale)
             for part, first, start, stop, _ in self._servers:
                 site.residuals.propose_server(part.name, first, total[start:stop])
-        all_gather_flat(received.view(-1), own, group=site.group)
+        swap.all_gather(received, own, site.group)
         sums = self._memory("sums", site.size * chunk)
         for row, part_of_sum in zip(received, sums.view(site.size, chunk), strict=True):
             codec.decode(row[_HEADER:], part_of_sum).mul_(_power(row[0].view(torch.int8)))
@@ -290,7 +290,7 @@ class Sparse(Exchange):
         """See `Exchange`."""
         site = self._site
         received = self._memory("received", site.size * self.payload_bytes, torch.uint8)
-        all_gather_flat(received, self._payload, group=site.group)
+        swap.all_gather(received.view(site.size, -1), self._payload, site.group)
         sums = self._memory("sums", self._numel).zero_()
         rows = received.view(site.size, -1)
         for row in rows:

@@ -34,4 +34,5 @@ class CompressionLog(Callback):
             "comm/residual_norm": self._engine.residuals.norm(),
         }
         for logger in trainer.loggers:
-            logger.log_metrics(values, step=trainer.global_step)
+            # On the row of the values that the Trainer logs for this step.
+            logger.log_metrics(values, step=trainer.global_step - 1)

@@ -87,4 +87,6 @@ def test_the_group_can_be_left_to_the_function(initialize: bool) -> None:
 def _initialize(rank: int, world_size: int, needed: bool) -> int:
     if needed:
         dist.init_process_group("gloo")
+    # A rank that leaves while the other one is still connecting closes the connection.
+    dist.barrier()
     return dist.get_world_size()

@@ -1,0 +1,53 @@
+"""Exchanges of bytes between all ranks of a group, on CPUs in pieces.
+
+A large message of gloo keeps the other direction of its connection waiting, so two ranks that send each other as much
+as they receive take twice the time that the link needs. Messages of some hundred kilobytes go both ways at once: over
+100 Mbit/s, 0.57 s instead of 1.04 s for 6.25 MB each way.
+"""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_cnnpar._compat import all_gather_flat
+
+_PIECE = 1 << 18
+
+
+def all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
+    """Send row i to rank i of the group, and receive row i from it.
+
+    Args:
+        received: As many rows as ranks, uint8.
+        sent: Of the same shape.
+        group: The ranks.
+    """
+    if sent.device.type != "cpu":
+        dist.all_to_all_single(received, sent, group=group)
+        return
+    _in_pieces(received, list(sent), group)
+
+
+def all_gather(received: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+    """Send one row to all ranks of the group, and receive theirs."""
+    if own.device.type != "cpu":
+        all_gather_flat(received.view(-1), own, group)
+        return
+    _in_pieces(received, [own] * len(received), group)
+
+
+def _in_pieces(received: Tensor, sent: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    received[rank] = sent[rank]
+    works = []
+    for begin in range(0, received.shape[1], _PIECE):
+        piece = slice(begin, begin + _PIECE)
+        # Each rank sends to a different one at a time.
+        for shift in range(1, size):
+            to, source = (rank + shift) % size, (rank - shift) % size
+            works.append(dist.irecv(received[source, piece], group=group, group_src=source))
+            works.append(dist.isend(sent[to][piece], group=group, group_dst=to))
+    for work in works:
+        assert work is not None
+        work.wait()
