@@ -10,11 +10,8 @@ from the same weights and see the same batches.
 import argparse
 import dataclasses
 import json
-import multiprocessing
-import os
-import socket
 import statistics
-import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.two_ranks import run_two_ranks
 from lightning_cnnpar import HybridStrategy
 from lightning_cnnpar.compression import Compressor, OneBit, PowerSGD, TopK, from_name
 
@@ -91,7 +89,7 @@ def train(codec: Compressor | None, seed: int, epochs: int) -> dict[str, Any]:
     pl.seed_everything(seed, verbose=False)
     train_set, images, labels = data()
     strategy = HybridStrategy(1, 2, compression=codec)
-    sent = _Sent()
+    sent = Sent()
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
@@ -111,27 +109,22 @@ def train(codec: Compressor | None, seed: int, epochs: int) -> dict[str, Any]:
     return {"accuracy": 100 * float(accuracy), "ratio": sent.ratio, "losses": module.losses}
 
 
-class _Sent(pl.Callback):
+class Sent(pl.Callback):
     """Notes bytes sent against those of plain gradients."""
 
     ratio = 1.0
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Note them."""
         engine = trainer.strategy.compression_engine
         self.ratio = 1.0 if engine is None else engine.statistics.ratio
 
 
-def _rank(rank: int, port: int, jobs: Any, epochs: int, results: Any) -> None:
-    warnings.simplefilter("ignore")
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="benchmark", OMP_NUM_THREADS="1",
-    )  # fmt: skip
-    torch.set_num_threads(1)
+def _rank(rank: int, put: Callable[[Any], None], jobs: Sequence[tuple[Compressor | None, int]], epochs: int) -> None:
     for codec, seed in jobs:
         result = train(codec, seed, epochs)
         if rank == 0:
-            results.put(result)
+            put(result)
 
 
 def main() -> None:
@@ -149,7 +142,7 @@ def main() -> None:
         if codec is not None and name not in ("bf16", "int8"):
             rows.append((name, False, dataclasses.replace(codec, error_feedback=False)))
     jobs = [(codec, seed) for _, _, codec in rows for seed in range(arguments.seeds)]
-    results = iter(_run(jobs, arguments.epochs))
+    results = iter(run_two_ranks(_rank, jobs, arguments.epochs, count=len(jobs)))
     dense: list[float] = []
     lines = []
     for name, feedback, _ in rows:
@@ -171,21 +164,6 @@ def main() -> None:
         print(json.dumps({key: value for key, value in lines[-1].items() if key != "losses"}), flush=True)
     if arguments.output is not None:
         arguments.output.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def _run(jobs: list[Any], epochs: int) -> list[Any]:
-    context = multiprocessing.get_context("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    results = context.Queue()
-    ranks = [context.Process(target=_rank, args=(rank, port, jobs, epochs, results)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    found = [results.get(timeout=1800) for _ in jobs]
-    for process in ranks:
-        process.join(60)
-    return found
 
 
 if __name__ == "__main__":

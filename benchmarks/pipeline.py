@@ -20,12 +20,9 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import multiprocessing
 import os
-import socket
 import statistics
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +35,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models import resnet50
 
+from benchmarks.two_ranks import run_two_ranks
 from lightning_cnnpar import HybridStrategy
 from lightning_cnnpar.partition.split import Partitioner
 from lightning_cnnpar.partition.stage import Program
@@ -264,44 +262,21 @@ def _median_time(step: Callable[[], None], steps: int) -> float:
     return statistics.median(times[WARM_UP:])
 
 
-def _rank(rank: int, port: int, name: str, rounds: int, steps: int, results: Any) -> None:
-    warnings.simplefilter("ignore")
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        GROUP_RANK="0",
-        WORLD_SIZE="2",
-        LOCAL_WORLD_SIZE="2",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_RUN_ID="benchmark",
-        OMP_NUM_THREADS="1",
-    )
-    torch.set_num_threads(1)
+def _rank(rank: int, put: Callable[[Any], None], name: str, rounds: int, steps: int) -> None:
     if hasattr(os, "sched_setaffinity") and len(os.sched_getaffinity(0)) > 1:
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % len(os.sched_getaffinity(0))]})
     dist.init_process_group("gloo")
     contenders = Contenders(rank, WORKS[name], steps)
     measured = [contenders.run() for _ in range(rounds)]
     if rank == 0:
-        results.put((measured, statistics.median(contenders.balances)))
+        put((measured, statistics.median(contenders.balances)))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def measure(name: str, rounds: int, steps: int) -> dict[str, Any]:
     """Run the contenders for one network; medians over the rounds of each round's ratio to one process."""
-    context = multiprocessing.get_context("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    results = context.Queue()
-    ranks = [context.Process(target=_rank, args=(rank, port, name, rounds, steps, results)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    measured, balance = results.get(timeout=1800)
-    for process in ranks:
-        process.join(60)
+    ((measured, balance),) = run_two_ranks(_rank, name, rounds, steps)
     ratios = {
         contender: statistics.median(one["one process"] / one[contender] for one in measured)
         for contender in measured[0]

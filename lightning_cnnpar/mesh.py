@@ -112,15 +112,10 @@ def create_mesh(data_size: int, pipeline_size: int, *, timeout: timedelta = DEFA
         return Mesh(timeout=timeout)
     coordinates = Coordinates.of(dist.get_rank(), pipeline_size)
     rows = [[d * pipeline_size + p for p in range(pipeline_size)] for d in range(data_size)]
-    columns = [[d * pipeline_size + p for d in range(data_size)] for p in range(pipeline_size)]
+    columns = _columns(data_size, pipeline_size)
 
     def groups(members: list[list[int]], own: int, backend: str | None) -> dist.ProcessGroup | None:
-        if len(members[0]) == 1:
-            return None
-        # Every rank creates every group, in the same order: `new_group` is a collective of the world.
-        created = [dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in members]
-        group: dist.ProcessGroup = created[own]  # type: ignore[assignment]  # this rank is a member of that one
-        return group
+        return None if len(members[0]) == 1 else _own_group(members, own, backend, timeout)
 
     return Mesh(
         data_size=data_size,
@@ -140,10 +135,18 @@ def create_data_group(mesh: Mesh) -> dist.ProcessGroup:
 
     Every rank of the world calls this; D is at least 2.
     """
-    size = mesh.pipeline_size
-    columns = [[d * size + p for d in range(mesh.data_size)] for p in range(size)]
-    created = [dist.new_group(ranks, timeout=mesh.timeout) for ranks in columns]
-    group: dist.ProcessGroup = created[mesh.pipeline_rank]  # type: ignore[assignment]  # this rank is a member of it
+    return _own_group(_columns(mesh.data_size, mesh.pipeline_size), mesh.pipeline_rank, None, mesh.timeout)
+
+
+def _columns(data_size: int, pipeline_size: int) -> list[list[int]]:
+    """Ranks that hold the same stage, by stage."""
+    return [[d * pipeline_size + p for d in range(data_size)] for p in range(pipeline_size)]
+
+
+def _own_group(members: list[list[int]], own: int, backend: str | None, timeout: timedelta) -> dist.ProcessGroup:
+    # Every rank creates every group, in the same order: `new_group` is a collective of the world.
+    created = [dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in members]
+    group: dist.ProcessGroup = created[own]  # type: ignore[assignment]  # this rank is a member of that one
     return group
 
 

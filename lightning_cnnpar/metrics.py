@@ -6,13 +6,23 @@ one step    │ data │ forward, loss, backward, optimizer                     
 """
 
 import dataclasses
+from typing import Self
 
 INPUT_BOUND = 0.3
 """Share of the time spent waiting for batches from which on a run counts as input-bound."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TimeSplit:
+class Totals:
+    """Numbers that add up field by field."""
+
+    def __add__(self, other: Self) -> Self:
+        names = [field.name for field in dataclasses.fields(self)]
+        return type(self)(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimeSplit(Totals):
     """Where the time of some training steps went on one rank, in seconds.
 
     Attributes:
@@ -28,10 +38,6 @@ class TimeSplit:
     data: float = 0.0
     pipeline: float = 0.0
     gradients: float = 0.0
-
-    def __add__(self, other: "TimeSplit") -> "TimeSplit":
-        names = [field.name for field in dataclasses.fields(self)]
-        return TimeSplit(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
     @property
     def computing(self) -> float:

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_cnnpar.compression.base import BlockwiseCompressor
-from lightning_cnnpar.compression.policy import from_name
+from lightning_cnnpar.compression.quantize import BFloat16, Int4, Int8
+from lightning_cnnpar.compression.swap import ring_bytes
 
-_CANDIDATES = ("bf16", "int8", "int4")
+_CANDIDATES = (BFloat16(), Int8(), Int4())
 _WORTH = 0.25
 _COMPETES = 3.0
 _NUMEL = 1 << 20
@@ -36,7 +37,7 @@ def predicted(bandwidth: float, costs: Mapping[str, tuple[float, float]], size: 
         costs: Seconds an element of each codec, and its share of the bytes.
         size: N.
     """
-    wire = 2 * (size - 1) / size * _BYTES / bandwidth
+    wire = ring_bytes(size, _BYTES) / bandwidth
     return {"none": wire, **{name: wire * share + seconds for name, (seconds, share) in costs.items()}}
 
 
@@ -52,11 +53,13 @@ def mildest(seconds: Mapping[str, float]) -> str:
 def choose_compressor(group: dist.ProcessGroup, device: torch.device) -> tuple[str | None, str]:
     """The compressor to take, and a line that says why; a collective of the group, the same on all its ranks."""
     size = dist.get_world_size(group)
-    numbers = torch.tensor([_bandwidth(group, device), *(-_cost(name, device) for name in _CANDIDATES)], device=device)
+    numbers = torch.tensor(
+        [_bandwidth(group, device), *(-_cost(codec, device) for codec in _CANDIDATES)], device=device
+    )
     # The slowest link and the slowest rank decide.
     dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=group)
     bandwidth, *slowest = numbers.tolist()
-    costs = {name: (-cost, _share(name)) for name, cost in zip(_CANDIDATES, slowest, strict=True)}
+    costs = {codec.name: (-cost, _share(codec)) for codec, cost in zip(_CANDIDATES, slowest, strict=True)}
     seconds = predicted(bandwidth, costs, size)
     chosen = mildest(seconds)
     forecast = ", ".join(f"{name} {1e10 * value:.0f} ms" for name, value in seconds.items())
@@ -66,18 +69,11 @@ def choose_compressor(group: dist.ProcessGroup, device: torch.device) -> tuple[s
 
 def _bandwidth(group: dist.ProcessGroup, device: torch.device) -> float:
     values = torch.ones(_NUMEL, device=device)
-    seconds = _fastest(lambda: _wait(dist.all_reduce(values, group=group, async_op=True)), device)
-    size = dist.get_world_size(group)
-    return 2 * (size - 1) / size * _BYTES * _NUMEL / seconds
+    seconds = _fastest(lambda: dist.all_reduce(values, group=group), device)
+    return ring_bytes(dist.get_world_size(group), _BYTES * _NUMEL) / seconds
 
 
-def _wait(work: Any) -> None:
-    work.wait()
-
-
-def _cost(name: str, device: torch.device) -> float:
-    codec = from_name(name)
-    assert isinstance(codec, BlockwiseCompressor)
+def _cost(codec: BlockwiseCompressor, device: torch.device) -> float:
     values = torch.linspace(-1, 1, _NUMEL, device=device)
     payload, out = codec.encode(values), torch.empty_like(values)
     encode = _fastest(lambda: codec.encode(values), device)
@@ -85,9 +81,7 @@ def _cost(name: str, device: torch.device) -> float:
     return _COMPETES * (1.5 * encode + 3 * decode) / _NUMEL
 
 
-def _share(name: str) -> float:
-    codec = from_name(name)
-    assert isinstance(codec, BlockwiseCompressor)
+def _share(codec: BlockwiseCompressor) -> float:
     return codec.payload_size(_NUMEL) / (_BYTES * _NUMEL)
 
 

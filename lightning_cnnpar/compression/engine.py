@@ -20,13 +20,15 @@ from lightning_cnnpar.compression.exchange import Blockwise, Dense, Exchange, Lo
 from lightning_cnnpar.compression.policy import CompressionPolicy
 from lightning_cnnpar.compression.powersgd import PowerSGD
 from lightning_cnnpar.compression.residual import Residuals
+from lightning_cnnpar.compression.swap import ring_bytes
 from lightning_cnnpar.compression.topk import TopK
+from lightning_cnnpar.metrics import Totals
 
 __all__ = ["CompressionEngine", "CompressionStatistics", "Part", "Pending"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompressionStatistics:
+class CompressionStatistics(Totals):
     """What one step, or the whole run, sent from one rank.
 
     Attributes:
@@ -49,10 +51,6 @@ class CompressionStatistics:
     def ratio(self) -> float:
         """Bytes sent, as a share of those of plain gradients."""
         return self.wire_bytes / self.dense_bytes if self.dense_bytes else 1.0
-
-    def __add__(self, other: "CompressionStatistics") -> "CompressionStatistics":
-        names = [field.name for field in dataclasses.fields(self)]
-        return CompressionStatistics(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 @final
@@ -81,7 +79,12 @@ class CompressionEngine:
         group: The ranks; this engine's alone.
         device: Where gradients are.
         loss_scale: By what gradients are multiplied at the moment.
-        step: Optimizer steps before this one.
+
+    Attributes:
+        residuals: What compression has left out so far on this rank.
+        step: Optimizer steps before the present one.
+        statistics: Of the run so far.
+        last: Of the last step.
     """
 
     def __init__(
@@ -91,16 +94,15 @@ class CompressionEngine:
         group: dist.ProcessGroup,
         device: torch.device,
         loss_scale: Callable[[], float] = lambda: 1.0,
-        step: int = 0,
     ) -> None:
-        size = dist.get_world_size(group)
-        self.residuals = Residuals(dist.get_rank(group), size)
-        self.step = step
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        self.residuals = Residuals(rank, size)
+        self.step = 0
         self.statistics = CompressionStatistics()
         self.last = CompressionStatistics()
         self._policy = policy
         self._loss_scale = loss_scale
-        self._site = Site(group=group, rank=dist.get_rank(group), size=size, residuals=self.residuals)
+        self._site = Site(group=group, rank=rank, size=size, residuals=self.residuals)
         self._runner: _Threads | _Stream = _Threads() if device.type == "cpu" else _Stream(device)
         self._begun = False
         self._current = CompressionStatistics()
@@ -119,18 +121,17 @@ class CompressionEngine:
             self._begun, self._site.faults = True, []
             self._site.scale = float(self._loss_scale())
         exchanges = self._exchanges(key, parts)
-        dense = sum(part.values.numel() * part.values.element_size() for part in parts)
-        size = self._site.size
+        payload_bytes = sum(exchange.payload_bytes for exchange in exchanges)
         self._current += CompressionStatistics(
-            payload_bytes=sum(exchange.payload_bytes for exchange in exchanges),
+            payload_bytes=payload_bytes,
             wire_bytes=sum(exchange.wire_bytes for exchange in exchanges),
-            dense_bytes=2 * (size - 1) / size * dense,
+            dense_bytes=ring_bytes(self._site.size, sum(part.num_bytes for part in parts)),
         )
         done = self._runner.run(
             lambda: self._timed("encode", [exchange.encode for exchange in exchanges]),
             lambda: self._timed("send", [exchange.send for exchange in exchanges]),
         )
-        return Pending(done, sum(exchange.payload_bytes for exchange in exchanges))
+        return Pending(done, payload_bytes)
 
     def finish_step(self) -> CompressionStatistics:
         """All buckets of a step have been waited for: drops the residuals of a step that was not finite everywhere.

@@ -9,8 +9,9 @@ Every rank decodes the same bytes (its own as well), so all end with the same bi
 """
 
 import dataclasses
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,11 @@ class Part:
     name: str
     values: Tensor
     shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the values as they are."""
+        return self.values.numel() * self.values.element_size()
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -95,43 +101,14 @@ class Exchange(ABC):
     def send(self) -> None:
         """The collectives; afterwards the parts hold the sum."""
 
-    def _memory(self, role: str, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self._site.buffer((self._key, role), numel, dtype, self._device)
-
-    def _fill(self, into: Tensor, offsets: Sequence[int], compressor: Compressor) -> None:
-        """Gradients plus residuals, side by side."""
-        for part, offset in zip(self._parts, offsets, strict=True):
-            segment = into[offset : offset + part.values.numel()]
-            segment.copy_(part.values)
-            residual = self._site.residuals.worker.get(part.name)
-            if compressor.error_feedback and residual is not None:
-                segment.add_(residual, alpha=self._site.scale)
-
-    def _propose(self, left: Tensor, offsets: Sequence[int], compressor: Compressor) -> None:
-        if not compressor.error_feedback:
-            return
-        left.mul_(1.0 / self._site.scale)
-        for part, offset in zip(self._parts, offsets, strict=True):
-            self._site.residuals.propose_worker(part.name, left[offset : offset + part.values.numel()])
-
-    def _hand_out(self, sums: Tensor, offsets: Sequence[int], fault: Tensor) -> None:
-        """Write the sums into the parts: NaN where some rank's gradients were not finite, as plain sums would be."""
-        self._site.faults.append(fault)
-        spoil = torch.where(fault, torch.nan, 0.0)
-        for part, offset in zip(self._parts, offsets, strict=True):
-            torch.add(
-                sums[offset : offset + part.values.numel()], spoil, out=sums[offset : offset + part.values.numel()]
-            )
-            part.values.copy_(sums[offset : offset + part.values.numel()])
-
 
 class Dense(Exchange):
     """As they are."""
 
     def __init__(self, site: Site, key: Any, parts: Sequence[Part]) -> None:
         super().__init__(site, key, parts)
-        self.payload_bytes = sum(part.values.numel() * part.values.element_size() for part in parts)
-        self.wire_bytes = _ring(site.size, self.payload_bytes)
+        self.payload_bytes = sum(part.num_bytes for part in parts)
+        self.wire_bytes = swap.ring_bytes(site.size, self.payload_bytes)
 
     def encode(self) -> None:
         """See `Exchange`."""
@@ -146,15 +123,79 @@ class Dense(Exchange):
             part.values.copy_(values)
 
 
-class Blockwise(Exchange):
+class Compressed(Exchange, ABC):
+    """Gradients and residuals side by side in one float32 vector.
+
+    Args:
+        site: Of this rank.
+        key: Under which its memory is kept.
+        parts: What is exchanged.
+        compressor: Whose options hold.
+        sizes: Places that each part takes in the vector; its values come first.
+    """
+
+    def __init__(
+        self, site: Site, key: Any, parts: Sequence[Part], compressor: Compressor, sizes: Sequence[int]
+    ) -> None:
+        super().__init__(site, key, parts)
+        self._feedback = compressor.error_feedback
+        *self._offsets, self._numel = itertools.accumulate(sizes, initial=0)
+
+    def _memory(self, role: str, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self._site.buffer((self._key, role), numel, dtype, self._device)
+
+    def _segments(self, vector: Tensor) -> Iterator[tuple[Part, Tensor]]:
+        """Each part and its values in a vector."""
+        for part, offset in zip(self._parts, self._offsets, strict=True):
+            yield part, vector[offset : offset + part.values.numel()]
+
+    def _fill(self, values: Tensor) -> None:
+        """Gradients plus residuals."""
+        for part, segment in self._segments(values):
+            segment.copy_(part.values)
+            residual = self._site.residuals.worker.get(part.name)
+            if self._feedback and residual is not None:
+                segment.add_(residual, alpha=self._site.scale)
+
+    def _propose(self, left: Tensor) -> None:
+        if not self._feedback:
+            return
+        left.mul_(1.0 / self._site.scale)
+        for part, segment in self._segments(left):
+            self._site.residuals.propose_worker(part.name, segment)
+
+    def _hand_out(self, sums: Tensor, fault: Tensor) -> None:
+        """Write the sums into the parts: NaN where some rank's gradients were not finite, as plain sums would be."""
+        self._site.faults.append(fault)
+        sums.add_(torch.where(fault, torch.nan, 0.0))
+        for part, segment in self._segments(sums):
+            part.values.copy_(segment)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Owned:
+    """Where this rank's chunk meets a parameter.
+
+    Attributes:
+        name: Of the parameter.
+        start: First element, in the parameter.
+        place: In the chunk.
+        residual: The server's, if there is one.
+    """
+
+    name: str
+    start: int
+    place: slice
+    residual: Tensor | None
+
+
+class Blockwise(Compressed):
     """Two encoded phases. A parameter starts at a block of its own, so scales don't mix parameters."""
 
     def __init__(self, site: Site, key: Any, parts: Sequence[Part], codec: BlockwiseCompressor) -> None:
-        super().__init__(site, key, parts)
+        super().__init__(site, key, parts, codec, [codec.align(part.values.numel()) for part in parts])
         self._codec = codec
-        aligned = [codec.align(part.values.numel()) for part in parts]
-        self._offsets = [sum(aligned[:index]) for index in range(len(parts))]
-        self._chunk = codec.align(-(-sum(aligned) // site.size))
+        self._chunk = codec.align(-(-self._numel // site.size))
         self._row = _HEADER + codec.payload_size(self._chunk)
         self.payload_bytes = site.size * self._row + self._row
         self.wire_bytes = 2 * (site.size - 1) * self._row
@@ -163,19 +204,19 @@ class Blockwise(Exchange):
         """See `Exchange`."""
         site, codec, chunk = self._site, self._codec, self._chunk
         # What was another rank's to sum so far goes into the residuals before these are read.
-        self._servers = list(self._own_segments())
+        self._owned = list(self._own_segments())
         values = self._memory("values", site.size * chunk)
-        self._fill(values, self._offsets, codec)
+        self._fill(values)
         self._pad(values)
         exponent = self._normalise(values)
         self._payload = self._memory("payload", site.size * self._row, torch.uint8).view(site.size, -1)
         decoded = self._memory("decoded", chunk)
         for row, part in zip(self._payload, values.view(site.size, chunk), strict=True):
             self._write(row, part, exponent)
-            if codec.error_feedback:
+            if self._feedback:
                 part.sub_(codec.decode(row[_HEADER:], decoded))
         values.mul_(_power(exponent))
-        self._propose(values, self._offsets, codec)
+        self._propose(values)
 
     def send(self) -> None:
         """See `Exchange`."""
@@ -186,20 +227,21 @@ class Blockwise(Exchange):
         decoded = self._memory("decoded again", chunk)
         for row in received:
             total.addcmul_(codec.decode(row[_HEADER:], decoded), _power(row[0].view(torch.int8)))
-        if codec.error_feedback:
-            self._add_servers(total)
+        for owned in self._owned:
+            if self._feedback and owned.residual is not None:
+                total[owned.place].add_(owned.residual, alpha=site.scale)
         exponent = self._normalise(total, received[:, 1].ne(0).any())
         own = self._memory("own", self._row, torch.uint8)
         self._write(own, total, exponent)
-        if codec.error_feedback:
+        if self._feedback:
             total.sub_(codec.decode(own[_HEADER:], decoded)).mul_(_power(exponent) / site.scale)
-            for part, first, start, stop, _ in self._servers:
-                site.residuals.propose_server(part.name, first, total[start:stop])
+            for owned in self._owned:
+                site.residuals.propose_server(owned.name, owned.start, total[owned.place])
         swap.all_gather(received, own, site.group)
         sums = self._memory("sums", site.size * chunk)
         for row, part_of_sum in zip(received, sums.view(site.size, chunk), strict=True):
             codec.decode(row[_HEADER:], part_of_sum).mul_(_power(row[0].view(torch.int8)))
-        self._hand_out(sums, self._offsets, received[:, 1].ne(0).any())
+        self._hand_out(sums, received[:, 1].ne(0).any())
 
     def _pad(self, values: Tensor) -> None:
         """Fill each parameter's last block with more of its values: zeros would lower the scale of those few in it."""
@@ -226,35 +268,23 @@ class Blockwise(Exchange):
         row[2:_HEADER] = 0
         row[_HEADER:] = self._codec.encode(values)
 
-    def _own_segments(self) -> Any:
-        """Where this rank's chunk meets each parameter, and the server's residual there.
-
-        Yields the part, the start in the parameter, start and stop in the chunk, and the residual.
-        """
+    def _own_segments(self) -> Iterator[_Owned]:
         begin, end = self._site.rank * self._chunk, (self._site.rank + 1) * self._chunk
         for part, offset in zip(self._parts, self._offsets, strict=True):
             start, stop = max(begin, offset), min(end, offset + part.values.numel())
             if start < stop:
                 residual = self._site.residuals.server(part.name, start - offset, stop - offset)
-                yield part, start - offset, start - begin, stop - begin, residual
+                yield _Owned(part.name, start - offset, slice(start - begin, stop - begin), residual)
             else:
                 self._site.residuals.drop_server(part.name)
 
-    def _add_servers(self, total: Tensor) -> None:
-        for _, _, start, stop, residual in self._servers:
-            if residual is not None:
-                total[start:stop].add_(residual, alpha=self._site.scale)
 
-
-class Sparse(Exchange):
+class Sparse(Compressed):
     """The largest of each parameter."""
 
     def __init__(self, site: Site, key: Any, parts: Sequence[Part], codec: TopK) -> None:
-        super().__init__(site, key, parts)
-        self._codec = codec
         sizes = [part.values.numel() for part in parts]
-        self._offsets = [sum(sizes[:index]) for index in range(len(parts))]
-        self._numel = sum(sizes)
+        super().__init__(site, key, parts, codec, sizes)
         self._counts = [codec.count(size) for size in sizes]
         self._index_bytes = INDEX_BYTES * sum(self._counts)
         self.payload_bytes = _HEADER + (INDEX_BYTES + VALUE_BYTES) * sum(self._counts)
@@ -265,7 +295,7 @@ class Sparse(Exchange):
         for part in self._parts:
             self._site.residuals.fold(part.name)
         values = self._memory("values", self._numel)
-        self._fill(values, self._offsets, self._codec)
+        self._fill(values)
         fault = ~torch.isfinite(values).all()
         indices = torch.zeros(sum(self._counts), dtype=torch.int64, device=self._device)
         chosen = torch.zeros(sum(self._counts), dtype=torch.bfloat16, device=self._device)
@@ -284,44 +314,41 @@ class Sparse(Exchange):
         self._payload[1] = fault
         self._payload[_HEADER : _HEADER + self._index_bytes] = indices.int().view(torch.uint8)
         self._payload[_HEADER + self._index_bytes :] = chosen.view(torch.uint8)
-        self._propose(values, self._offsets, self._codec)
+        self._propose(values)
 
     def send(self) -> None:
         """See `Exchange`."""
         site = self._site
-        received = self._memory("received", site.size * self.payload_bytes, torch.uint8)
-        swap.all_gather(received.view(site.size, -1), self._payload, site.group)
+        rows = self._memory("received", site.size * self.payload_bytes, torch.uint8).view(site.size, -1)
+        swap.all_gather(rows, self._payload, site.group)
         sums = self._memory("sums", self._numel).zero_()
-        rows = received.view(site.size, -1)
         for row in rows:
             indices = row[_HEADER : _HEADER + self._index_bytes].clone().view(torch.int32)
             values = row[_HEADER + self._index_bytes :].clone().view(torch.bfloat16)
             sums.index_add_(0, indices, values.float())
-        self._hand_out(sums, self._offsets, rows[:, 1].ne(0).any())
+        self._hand_out(sums, rows[:, 1].ne(0).any())
 
 
-class LowRank(Exchange):
+class LowRank(Compressed):
     """Products of two thin matrices."""
 
     def __init__(self, site: Site, key: Any, parts: Sequence[Part], codec: PowerSGD) -> None:
-        super().__init__(site, key, parts)
-        self._codec = codec
         sizes = [part.values.numel() for part in parts]
-        self._offsets = [sum(sizes[:index]) for index in range(len(parts))]
-        self._numel = sum(sizes)
+        super().__init__(site, key, parts, codec, sizes)
+        self._rank = codec.rank
         rows = [part.shape[0] for part in parts]
         cols = [size // row for size, row in zip(sizes, rows, strict=True)]
         self._rows, self._cols = rows, cols
         self.payload_bytes = 4 * codec.rank * (sum(rows) + sum(cols))
-        self.wire_bytes = _ring(site.size, self.payload_bytes)
+        self.wire_bytes = swap.ring_bytes(site.size, self.payload_bytes)
 
     def encode(self) -> None:
         """See `Exchange`."""
-        rank = self._codec.rank
+        rank = self._rank
         for part in self._parts:
             self._site.residuals.fold(part.name)
         self._values = self._memory("values", self._numel)
-        self._fill(self._values, self._offsets, self._codec)
+        self._fill(self._values)
         self._products = self._memory("products", rank * sum(self._rows))
         for matrix, part, product in zip(self._matrices(), self._parts, self._left(), strict=True):
             factor = self._site.residuals.factors.get(part.name)
@@ -331,7 +358,7 @@ class LowRank(Exchange):
 
     def send(self) -> None:
         """See `Exchange`."""
-        site, rank = self._site, self._codec.rank
+        site, rank = self._site, self._rank
         dist.all_reduce(self._products, group=site.group)
         fault = ~torch.isfinite(self._products).all()
         torch.nan_to_num(self._products, nan=0.0, posinf=0.0, neginf=0.0, out=self._products)
@@ -342,24 +369,21 @@ class LowRank(Exchange):
             torch.mm(matrix.t(), basis, out=factor)
         dist.all_reduce(factors, group=site.group)
         sums = self._memory("sums", self._numel)
-        for part, offset, basis, factor in zip(self._parts, self._offsets, bases, right, strict=True):
-            torch.mm(basis, factor.t(), out=sums[offset : offset + part.values.numel()].view(len(basis), -1))
+        for (part, segment), basis, factor in zip(self._segments(sums), bases, right, strict=True):
+            torch.mm(basis, factor.t(), out=segment.view(len(basis), -1))
             site.residuals.propose_factor(part.name, factor.clone())
         self._values.add_(sums, alpha=-1.0 / site.size)
-        self._propose(self._values, self._offsets, self._codec)
-        self._hand_out(sums, self._offsets, fault)
+        self._propose(self._values)
+        self._hand_out(sums, fault)
 
     def _matrices(self) -> list[Tensor]:
-        pieces = torch.split(self._values, [part.values.numel() for part in self._parts])
-        return [piece.view(row, -1) for piece, row in zip(pieces, self._rows, strict=True)]
+        return [
+            segment.view(row, -1) for (_, segment), row in zip(self._segments(self._values), self._rows, strict=True)
+        ]
 
     def _left(self) -> list[Tensor]:
-        rank = self._codec.rank
+        rank = self._rank
         return [piece.view(-1, rank) for piece in torch.split(self._products, [rank * row for row in self._rows])]
-
-
-def _ring(size: int, num_bytes: int) -> float:
-    return 2 * (size - 1) / size * num_bytes
 
 
 def _power(exponent: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,7 +69,7 @@ class CompressionPolicy:
         """What the parameter takes in an optimizer step; `None`: it travels as it is."""
         patterns = next(patterns for first, patterns in reversed(self.phases) if step >= first)
         found = next((what for pattern, what in patterns if fnmatch.fnmatchcase(name, pattern)), None)
-        if found is None or len(shape) < 2 or _numel(shape) < found.min_numel:
+        if found is None or len(shape) < 2 or math.prod(shape) < found.min_numel:
             return None
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in found.exclude):
             return None
@@ -94,10 +95,3 @@ def _compressor(what: Any) -> Compressor | None:
         f"compression={what!r}: give a name ({', '.join(map(repr, COMPRESSORS))}), a `Compressor`, or a dictionary of"
         " patterns or steps."
     )
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel

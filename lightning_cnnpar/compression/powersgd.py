@@ -6,6 +6,7 @@ Q is kept for the next step: power iteration goes on from step to step.
 """
 
 import dataclasses
+import math
 import zlib
 from typing import ClassVar, final
 
@@ -38,7 +39,7 @@ class PowerSGD(Compressor):
     def pays(self, shape: tuple[int, ...]) -> bool:
         """Whether the two matrices are smaller than the gradient."""
         rows = shape[0]
-        cols = torch.Size(shape).numel() // rows
+        cols = math.prod(shape) // rows
         return self.rank * (rows + cols) < rows * cols
 
 

@@ -41,7 +41,8 @@ class _Integers(BlockwiseCompressor):
     """Integers between the smallest and the largest value of a block."""
 
     bits: ClassVar[int]
-    header: ClassVar[int]
+    # Bytes of a block's scale and smallest value.
+    header: ClassVar[int] = 4
 
     def payload_size(self, numel: int) -> int:
         """Integers, and a scale and a smallest value for each block."""
@@ -70,14 +71,14 @@ class _Integers(BlockwiseCompressor):
             # The kernel keeps away from a division by zero by this much.
             span = high - low
             factor = levels / (span + 1e-8)
-            codes = _round((rows - low) * factor).to(torch.uint8)
+            codes = torch.round((rows - low) * factor).to(torch.uint8)
             header = torch.cat([span / levels, low], 1).view(torch.uint8)
             return torch.cat([codes, header], 1)
         low = low.half().float()
         span = high - low
         scale = (span / levels).half()
         scale = torch.where((span == 0) | (scale == 0), torch.ones_like(scale), scale)
-        codes = _round((rows - low) * (1.0 / scale.float())).clamp(0, levels).to(torch.uint8)
+        codes = torch.round((rows - low) * (1.0 / scale.float())).clamp(0, levels).to(torch.uint8)
         packed = _join(codes, self.bits)
         return torch.cat([packed, torch.cat([scale, low.half()], 1).view(torch.uint8)], 1)
 
@@ -108,7 +109,6 @@ class Int4(_Integers):
 
     name: ClassVar[str] = "int4"
     bits: ClassVar[int] = 4
-    header: ClassVar[int] = 4
 
 
 @final
@@ -118,17 +118,12 @@ class Int2(_Integers):
 
     name: ClassVar[str] = "int2"
     bits: ClassVar[int] = 2
-    header: ClassVar[int] = 4
 
 
 def _packers(bits: int) -> tuple[Any, Any]:
     kernels: Any = torch.ops.quantized
     kind = "byte" if bits == 8 else f"{bits}bit"
     return getattr(kernels, f"embedding_bag_{kind}_prepack"), getattr(kernels, f"embedding_bag_{kind}_unpack")
-
-
-def _round(values: Tensor) -> Tensor:
-    return torch.round(values)
 
 
 def _join(codes: Tensor, bits: int) -> Tensor:

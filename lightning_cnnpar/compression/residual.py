@@ -117,7 +117,6 @@ class Residuals:
             For each parameter a tensor of N + 1 rows: the N workers, and the servers joined. Factors of low-rank
             compressors, the same on all ranks, are named `<parameter>/factor`.
         """
-        size, rank = dist.get_world_size(group), dist.get_rank(group)
         first = dist.get_global_rank(group, 0)
         gathered: dict[str, Tensor] = {}
         for name in sorted(self.worker):
@@ -126,11 +125,11 @@ class Residuals:
             if name in self._server:
                 start, values = self._server[name]
                 own[1, start : start + values.numel()] = values.cpu()
-            rows = [torch.empty_like(own) for _ in range(size)] if rank == 0 else None
+            rows = [torch.empty_like(own) for _ in range(self.size)] if self.rank == 0 else None
             dist.gather(own, rows, dst=first, group=group)
             if rows is not None:
                 gathered[name] = torch.stack([*(row[0] for row in rows), torch.stack([row[1] for row in rows]).sum(0)])
-        if rank == 0:
+        if self.rank == 0:
             gathered |= {f"{name}/factor": factor.cpu() for name, factor in self.factors.items()}
         return gathered
 

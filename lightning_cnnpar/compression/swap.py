@@ -15,6 +15,11 @@ from lightning_cnnpar._compat import all_gather_flat
 _PIECE = 1 << 20
 
 
+def ring_bytes(size: int, num_bytes: float) -> float:
+    """Bytes that a rank sends in a ring all-reduce of `num_bytes` over `size` ranks."""
+    return 2 * (size - 1) / size * num_bytes
+
+
 def all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
     """Send row i to rank i of the group, and receive row i from it.
 

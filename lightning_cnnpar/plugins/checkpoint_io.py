@@ -13,7 +13,7 @@ import re
 import uuid
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -169,13 +169,11 @@ class _Sealed:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        tail = self._last + bytes(view[-_LENGTH:]) if len(view) < _LENGTH else bytes(view[-_LENGTH:])
-        if len(view) >= _LENGTH:
-            self._digest.update(self._last)
-            self._digest.update(view[:-_LENGTH])
-        else:
-            self._digest.update(tail[:-_LENGTH])
-        self._last = tail[-_LENGTH:]
+        # How many of the last bytes are still among the last ones afterwards.
+        kept = max(0, _LENGTH - len(view))
+        self._digest.update(self._last[: len(self._last) - kept])
+        self._digest.update(view[:-_LENGTH])
+        self._last = (self._last + bytes(view[-_LENGTH:]))[-_LENGTH:]
         return self._file.write(view)
 
     def flush(self) -> None:
@@ -234,9 +232,9 @@ def _undamaged(path: Path) -> Path:
     )
 
 
-def _newest_first(path: Path) -> Iterator[Path]:
+def _newest_first(path: Path) -> list[Path]:
     others = [other for other in path.parent.glob(f"*{path.suffix}") if other != path and other.is_file()]
-    return iter(sorted(others, key=lambda other: (other.stat().st_mtime_ns, other.name), reverse=True))
+    return sorted(others, key=lambda other: (other.stat().st_mtime_ns, other.name), reverse=True)
 
 
 def _snapshot(checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -109,7 +109,6 @@ def _one(engine: CompressionEngine, control: Any, rank: int, size: int, codec: C
             name: rows.double().sum(0).view(SHAPES[name]) for name, rows in state["residuals"].items() if name in SHAPES
         }
         found["mass"] = {name: float((STEPS * mean[name] - applied[name] - kept[name]).abs().max()) for name in kept}
-    found["ratio"] = engine.statistics.ratio
     found["nan"] = _not_finite(engine, control, rank, size)
     found["resumed"] = _resumed(engine, control, rank, size, codec)
     found["kinds"] = {}

@@ -46,8 +46,8 @@ def train(
     layout: tuple[int, int],
     folder: Path | str = "",
     ckpt: str | None = None,
-    steps: int = 120,
-    samples: int = SAMPLES,
+    *,
+    steps: int,
     **options: Any,
 ) -> dict[str, Any]:
     pl.seed_everything(3, verbose=False)
@@ -61,14 +61,14 @@ def train(
         accelerator="cpu",
         devices=layout[0] * layout[1],
         strategy=strategy,
-        max_epochs=steps * 16 // samples,
+        max_epochs=steps * 16 // SAMPLES,
         precision="64-true",
         log_every_n_steps=1,
         **arguments,
     )
     module = Toy().double()
-    trainer.fit(module, DataLoader(nets.Images(samples), 16 // layout[1]), ckpt_path=ckpt)
-    return {"losses": module.losses, "state": dict(module.state_dict()), "logged": trainer.logged_metrics}
+    trainer.fit(module, DataLoader(nets.Images(SAMPLES), 16 // layout[1]), ckpt_path=ckpt)
+    return {"losses": module.losses, "state": dict(module.state_dict())}
 
 
 CODECS = {
@@ -93,23 +93,13 @@ def _digits(rank: int, world: int, folder: Path) -> dict[str, Any]:
         pl.seed_everything(3, verbose=False)
         train_set, _, _ = compression_accuracy.data()
         strategy, module = HybridStrategy(1, 2, compression=compression), compression_accuracy.Digits(10)
-        noted = Noted()
+        noted = compression_accuracy.Sent()
         logger = CSVLogger(folder, name="", version=name)
         arguments = QUIET | {"logger": logger, "callbacks": [noted]}
         trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=10, **arguments)
         trainer.fit(module, DataLoader(train_set, 32, shuffle=True))
         found[name] = {"loss": module.losses[-1], "state": dict(module.state_dict()), "ratio": noted.ratio}
     return found
-
-
-class Noted(pl.Callback):
-    """Bytes sent against those of plain gradients."""
-
-    ratio = 1.0
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.strategy.compression_engine is not None:
-            self.ratio = trainer.strategy.compression_engine.statistics.ratio
 
 
 @pytest.mark.case("C57")
