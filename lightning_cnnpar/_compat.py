@@ -324,3 +324,15 @@ def all_gather_flat(out: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
     """Join equal tensors of all ranks, one after the other; torch 2.14 has another name for it."""
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(out, own, group=group)
+
+
+def reduce_scatter_flat(out: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to sum a tensor of all ranks, each rank getting its part; torch 2.14 has another name for it."""
+    reduce: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work: dist.Work = reduce(out, whole, group=group, async_op=True)
+    return work
+
+
+def saved_tensors_are_hooked() -> bool:
+    """Whether somebody decides how tensors are saved for backward where this is called (torch 2.14)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

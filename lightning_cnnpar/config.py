@@ -84,8 +84,6 @@ class HybridOptions:
             raise _not_yet("stages_per_rank", self.stages_per_rank, "leave it at 1")
         if self.activation_checkpointing != "never":
             raise _not_yet("activation_checkpointing", self.activation_checkpointing, "leave it at 'never'")
-        if self.zero_stage != 0:
-            raise _not_yet("zero_stage", self.zero_stage, "use 0")
 
 
 def _check_size(name: str, value: Any) -> None:

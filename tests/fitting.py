@@ -173,7 +173,22 @@ def fit_several_on_ranks(cases: Sequence[Case], layout: Layout, timeout: float =
     return [_merge(list(records), layout) for records in zip(*by_rank, strict=True)]
 
 
+def _join_pieces(records: list[Record], layout: Layout) -> None:
+    """With ZeRO, the optimizer of each replica saw pieces of gradients: put them together, for all replicas alike."""
+    for stage in range(layout.pipeline):
+        replicas = records[stage :: layout.pipeline]
+        for gradients in zip(*(record.gradients for record in replicas), strict=True):
+            for name in gradients[0]:
+                whole = torch.cat([pieces[name].flatten() for pieces in gradients])
+                shape = records[0].state[name].shape
+                if whole.numel() == shape.numel():
+                    for pieces in gradients:
+                        pieces[name] = whole.view(shape)
+
+
 def _merge(records: list[Record], layout: Layout) -> Record:
+    if layout.options.get("zero_stage") and layout.data > 1:
+        _join_pieces(records, layout)
     for rank, record in enumerate(records):
         replica_zero = records[rank % layout.pipeline]
         assert len(record.gradients) == len(replica_zero.gradients)

@@ -5,7 +5,7 @@ never meets activations on their way. Tensors travel as tensors; only names and 
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ def merge_foreign(value: Any, mesh: Mesh, destination: int = 0) -> Any:
         if mesh.pipeline_rank == owner:
             send_tree([_at(value, path) for path in paths], mesh, destination)
         elif mesh.pipeline_rank == destination:
-            value = _replaced(value, dict(zip(paths, receive_tree(mesh, owner), strict=True)))
+            value = replaced_in(value, dict(zip(paths, receive_tree(mesh, owner), strict=True)))
     return value
 
 
@@ -152,6 +152,15 @@ def _is_at(mesh: Mesh, pipeline_rank: int) -> bool:
 Path = tuple[Any, ...]
 
 
+def found_in(value: Any, test: Callable[[Any], Any], path: Path = ()) -> list[tuple[Path, Any, Any]]:
+    """Leaves of nested containers of which `test` is not `None`: where, the leaf, and what `test` says."""
+    entries = _entries(value)
+    if not entries:
+        found = test(value)
+        return [] if found is None else [(path, value, found)]
+    return [found for key, entry in entries for found in found_in(entry, test, (*path, key))]
+
+
 def _wanted_from(value: Any, owner: int, path: Path = ()) -> list[Path]:
     if is_foreign(value):
         return [path] if value.owner == owner else []
@@ -172,18 +181,18 @@ def _at(value: Any, path: Path) -> Any:
     return value
 
 
-def _replaced(value: Any, found: Mapping[Path, Any], path: Path = ()) -> Any:
+def replaced_in(value: Any, found: Mapping[Path, Any], path: Path = ()) -> Any:
     """A copy of the containers in `value` with the leaves at the given paths exchanged."""
     if path in found:
         return found[path]
     if not any(other[: len(path)] == path for other in found):
         return value
     if isinstance(value, Mapping):
-        entries = {key: _replaced(entry, found, (*path, key)) for key, entry in value.items()}
+        entries = {key: replaced_in(entry, found, (*path, key)) for key, entry in value.items()}
         make: Any = type(value)
         copied = make(entries)
         if hasattr(value, "_metadata"):  # a module's state_dict carries its versions
             copied._metadata = value._metadata
         return copied
-    rebuilt = [_replaced(entry, found, (*path, i)) for i, entry in enumerate(value)]
+    rebuilt = [replaced_in(entry, found, (*path, i)) for i, entry in enumerate(value)]
     return type(value)(*rebuilt) if hasattr(value, "_fields") else type(value)(rebuilt)

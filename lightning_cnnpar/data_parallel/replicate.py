@@ -131,11 +131,14 @@ class GradientReducer:
         """Names of the parameters in the order in which their gradients are expected."""
         return [slot.name for bucket in self._buckets for slot in bucket.slots]
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, passes: int = 1) -> None:
         """Open a round, if none is open, in the backward pass that this thread is in; its end ends the round.
 
         Code that runs backward passes inside a backward pass calls this first, so that the round covers all of them.
         Gradients count as ready only after `ready_enabled(True)`.
+
+        Args:
+            passes: How many passes follow; here, they are reduced together.
         """
         with self._lock:
             if self._active and not self._blocked:

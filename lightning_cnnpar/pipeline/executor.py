@@ -176,6 +176,11 @@ class Run:
 
     # --- backward
 
+    @property
+    def backward_actions(self) -> Sequence[Action]:
+        """What `backward` runs on this rank."""
+        return self._routes.table.backward
+
     def backward(
         self,
         gradients: Sequence[Tensor | None],

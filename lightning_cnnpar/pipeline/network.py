@@ -46,8 +46,8 @@ class Programs(Protocol):
 class GradientSync(Protocol):
     """What the pipeline tells the averaging of gradients over the replicas."""
 
-    def begin_backward(self) -> None:
-        """A backward pass through a network call begins."""
+    def begin_backward(self, passes: int = 1) -> None:
+        """A backward pass through a network call begins; it runs autograd `passes` times on this rank."""
 
     def ready_enabled(self, enabled: bool) -> None:
         """Whether gradients that are accumulated from now on are the last ones of their parameters."""
@@ -319,7 +319,7 @@ class PipelineNetwork:
         sync, parameters = self._gradient_sync, reaches_leaf(anchor)
         self._outstanding.discard(run)
         if sync is not None and parameters:
-            sync.begin_backward()
+            sync.begin_backward(len(run.backward_actions))
             sync.ready_enabled(False)
 
         def before_last() -> None:

@@ -4,7 +4,7 @@ All ranks of a replica compute the same values, so a mean over *all* ranks would
 concatenation would count each sample P times. Everything here runs over the D ranks that hold the same stage.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -157,7 +157,13 @@ def _name(op: Any) -> str:
 
 
 def clip_grad_norm_over_stages(
-    parameters: Iterable[Tensor], max_norm: float, *, mesh: Mesh, is_staged: Any, device: torch.device
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    *,
+    mesh: Mesh,
+    is_staged: Callable[[Tensor], bool],
+    is_piece: Callable[[Tensor], bool] | None = None,
+    device: torch.device,
 ) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` with the 2-norm over all stages of the replica.
 
@@ -165,19 +171,28 @@ def clip_grad_norm_over_stages(
         parameters: Parameters, placeholders among them.
         max_norm: Largest norm allowed.
         mesh: The grid.
-        is_staged: Tells of a parameter whether only this rank holds it; the squares of others count once.
+        is_staged: Tells of a parameter whether only this rank of the replica holds it; squares of others count once.
+        is_piece: Tells of a parameter whether its gradient is a piece, with the rest on other replicas; `None` if
+            there are no pieces.
         device: Where this rank computes.
 
     Returns:
         The norm before clipping, the same on all ranks of the replica.
     """
     here = [parameter for parameter in parameters if parameter.grad is not None]
-    staged = [parameter.grad for parameter in here if is_staged(parameter)]
-    shared = [parameter.grad for parameter in here if not is_staged(parameter)]
-    staged_square = _norm(staged, device) ** 2
+    is_cut = is_piece or (lambda parameter: False)
+    # Squares: pieces of a stage, whole ones of a stage, pieces of what every stage has.
+    squares = [
+        _norm([p.grad for p in here if is_staged(p) == staged and is_cut(p) == piece], device) ** 2
+        for staged, piece in ((True, True), (True, False), (False, True), (False, False))
+    ]
+    pieces = torch.stack([squares[0], squares[2]])
+    if is_piece is not None:
+        dist.all_reduce(pieces, group=mesh.data_group)
+    staged_square = pieces[0] + squares[1]
     if mesh.pipeline_group is not None:
         dist.all_reduce(staged_square, group=mesh.pipeline_group)
-    total = torch.sqrt(staged_square + _norm(shared, device) ** 2)
+    total = torch.sqrt(staged_square + pieces[1] + squares[3])
     torch.nn.utils.clip_grads_with_norm_(here, max_norm, total)
     return total
 

@@ -13,7 +13,7 @@ From the Trainer's first line to its last:
 """
 
 import contextlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +38,7 @@ from lightning_cnnpar.config import (
     resolve_sizes,
 )
 from lightning_cnnpar.data_parallel.comm_hook import CompressedReduce
+from lightning_cnnpar.data_parallel.elementwise import is_elementwise
 from lightning_cnnpar.data_parallel.sync_batchnorm import (
     convert_sync_batchnorm,
     revert_sync_batchnorm,
@@ -86,7 +87,8 @@ class HybridStrategy(CheckpointStrategy):
             relative speeds of the ranks.
         activation_checkpointing: "never", "except_last" or "always".
         deferred_batch_norm: Update BatchNorm's running statistics once a batch, as the unsplit batch would.
-        zero_stage: 0 keeps a copy of the stage on every replica.
+        zero_stage: What is cut over the replicas of a stage: 1 optimizer states, 2 also gradients, 3 also parameters.
+            0 keeps a copy of all on every replica.
         compression: Compression of gradients between replicas: "bf16", "int8", "int4", "int2", "onebit", "topk",
             "powersgd", a `Compressor`, a dictionary of name patterns or of steps; "auto" measures whether it pays;
             `None` sends them as they are.
@@ -331,13 +333,18 @@ class HybridStrategy(CheckpointStrategy):
             announce=rank_zero_info,
             hook=self._compression,
         )
+        if fitting and self.options.zero_stage > 0 and self.mesh.data_size == 1:
+            rank_zero_warn(
+                f"zero_stage={self.options.zero_stage} has nothing to cut: there is one replica"
+                " (data_parallel_size=1). The run goes on as with zero_stage=0."
+            )
         self._networks.install(reduce_gradients=fitting)
         if fitting and self.mesh.world_size > 1:
             self._times = StepTimes(self._networks.waits)
             trainer.callbacks.append(self._times)
             if self._compression is not None:
                 trainer.callbacks.append(CompressionLog(self._compression.engine))
-        if fitting and self.mesh.pipeline_size > 1:
+        if fitting and (self.mesh.pipeline_size > 1 or self._is_sharded):
             requests = SaveRequests(lambda noted: self.reduce_boolean_decision(noted, all=False))
             trainer.callbacks[:0] = [WholeWeights(self._networks.make_whole), requests]
 
@@ -351,11 +358,34 @@ class HybridStrategy(CheckpointStrategy):
         for _, tensor in named_tensors(module):
             dist.broadcast(tensor.data, src=0)
 
+    def _check_elementwise(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._is_sharded:
+            return
+        name = type(optimizer).__name__
+        fits = False if isinstance(optimizer, torch.optim.LBFGS) else is_elementwise(optimizer)
+        if fits is False:
+            raise ConfigurationError(
+                f"zero_stage={self.options.zero_stage} gives each replica a part of the elements of a parameter, and"
+                f" {name} does not treat every element alike: on parts it would compute something else. Use"
+                f" zero_stage=0, or an optimizer that does (SGD, Adam, AdamW, RMSprop, ...)."
+            )
+        if fits is None:
+            rank_zero_warn(
+                f"{name} could not be tried on parts of a parameter. With zero_stage={self.options.zero_stage} its"
+                " result is only right if it treats every element alike, as SGD and Adam do."
+            )
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether this run cuts anything over replicas."""
+        return self.options.zero_stage > 0 and self.mesh.data_size > 1
+
     def _check_optimizers(self) -> None:
-        if self.mesh.pipeline_size == 1:
+        if self.mesh.pipeline_size == 1 and not self._is_sharded:
             return
         for optimizer in self.optimizers:
-            if isinstance(optimizer, torch.optim.LBFGS):
+            self._check_elementwise(optimizer)
+            if isinstance(optimizer, torch.optim.LBFGS) and self.mesh.pipeline_size > 1:
                 raise ConfigurationError(
                     f"{type(optimizer).__name__} calls its closure several times in a step and combines all gradients,"
                     f" which are on {self.mesh.pipeline_size} ranks: use pipeline_parallel_size=1, or an optimizer that"
@@ -390,23 +420,49 @@ class HybridStrategy(CheckpointStrategy):
         """Run the user's training step on this rank."""
         if self._networks is not None:
             self._networks.reset_step()
+            self._networks.begin_step()
         with self._in_step("training_step", args):
             return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's validation step on this rank."""
-        with self._in_step("validation_step", args):
+        with self._in_step("validation_step", args), self._evaluating():
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's test step on this rank."""
-        with self._in_step("test_step", args):
+        with self._in_step("test_step", args), self._evaluating():
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's predict step on this rank."""
-        with self._in_step("predict_step", args):
+        with self._in_step("predict_step", args), self._evaluating():
             return super().predict_step(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        if self._networks is None:
+            yield
+            return
+        self._networks.begin_evaluation()
+        yield
+        self._networks.end_step()
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Step the optimizer: with `zero_stage`, on this rank's pieces, from the end of the closure on."""
+        networks = self._networks
+        if networks is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+        def closure_to_pieces() -> Any:
+            result = closure()
+            networks.before_update()
+            return result
+
+        networks.before_update()
+        output = super().optimizer_step(optimizer, closure_to_pieces, model, **kwargs)
+        networks.end_step()
+        return output
 
     def _in_step(self, name: str, args: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
         if self._networks is None:
@@ -446,16 +502,19 @@ class HybridStrategy(CheckpointStrategy):
             The norm before clipping. Every rank of a replica calls this and gets the same value.
         """
         parameters = list(parameters)
-        if self.mesh.pipeline_size == 1 or self._networks is None:
+        networks = self._networks
+        if networks is None or (self.mesh.pipeline_size == 1 and not self._is_sharded):
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         assert self.lightning_module is not None
+        networks.before_update()
         names = canonical_names(self.lightning_module)
-        owner = self._networks.ownership.owner
+        owner = networks.ownership.owner
         return clip_grad_norm_over_stages(
             parameters,
             max_norm,
             mesh=self.mesh,
             is_staged=lambda parameter: owner(names.get(id(parameter), "")) is not None,
+            is_piece=networks.is_cut_over_replicas if self._is_sharded else None,
             device=self.root_device,
         )
 

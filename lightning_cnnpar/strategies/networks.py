@@ -17,9 +17,13 @@ from torch import Tensor, nn
 from lightning_cnnpar._compat import tensor_slots
 from lightning_cnnpar.checkpoint.gather import broadcast_from_owners
 from lightning_cnnpar.config import ConfigurationError, HybridOptions
+from lightning_cnnpar.data_parallel.accumulation import NamedParameter
 from lightning_cnnpar.data_parallel.comm_hook import CommHook
+from lightning_cnnpar.data_parallel.gathering import Gathering, groups_of
 from lightning_cnnpar.data_parallel.replicate import GradientReducer
-from lightning_cnnpar.mesh import Mesh
+from lightning_cnnpar.data_parallel.sharded_reducer import ShardedReducer
+from lightning_cnnpar.data_parallel.sharding import Sharding
+from lightning_cnnpar.mesh import Mesh, meet
 from lightning_cnnpar.partition.foreign import is_foreign
 from lightning_cnnpar.partition.ownership import (
     Ownership,
@@ -31,6 +35,7 @@ from lightning_cnnpar.partition.ownership import (
     restore_whole,
 )
 from lightning_cnnpar.partition.split import Partitioner, PartitionError, TooManyStagesError, UntraceableError
+from lightning_cnnpar.partition.stage import Program
 from lightning_cnnpar.pipeline.network import PipelineNetwork
 from lightning_cnnpar.plan import ParallelPlan, StagePlan
 from lightning_cnnpar.strategies.interception import InterceptedForward, intercept
@@ -109,7 +114,9 @@ class Networks:
         self._depth = 0
         self._gradients_wanted = False
         self._is_cut = False
-        self._reducer: GradientReducer | None = None
+        self._reducer: GradientReducer | ShardedReducer | None = None
+        self.sharding: Sharding | None = None
+        self._gathering: Gathering | None = None
         self._stage_wait = self._gradient_wait = 0.0
         self.ownership = Ownership(mesh.pipeline_rank)
         self.label = OUTSIDE
@@ -120,14 +127,26 @@ class Networks:
         """Start to intercept calls, and to reduce gradients if this run trains."""
         self._check_network_name()
         self._gradients_wanted = reduce_gradients
-        if self._mesh.pipeline_size > 1 or self._num_microbatches > 1:
+        if reduce_gradients and self._options.zero_stage and self._mesh.data_size > 1:
+            self.sharding = Sharding(self._options.zero_stage, self._mesh)
+            self.sharding.attach(self._optimizers())
+            self._gathering = Gathering(self.sharding) if self._options.zero_stage == 3 else None
+        if self._cuts or self.sharding is not None:
             self._shadows = intercept(self._module, self)
-        if self._mesh.pipeline_size == 1:
+        # Pieces are cut when the optimizers have their states: with the first step.
+        if self._mesh.pipeline_size == 1 and self.sharding is None:
             self.rebuild_reducer()
+
+    @property
+    def _cuts(self) -> bool:
+        """Whether calls of networks are followed inside."""
+        return self._mesh.pipeline_size > 1 or self._num_microbatches > 1 or self._gathering is not None
 
     def make_whole(self) -> None:
         """Give every rank the values of all stages and stop intercepting; a collective of the replica."""
         self._uninstall()
+        if self.sharding is not None:
+            self.sharding.restore()
         replaced = self._fill(self._module)
         for copy in self._copies():
             self._fill(copy)
@@ -136,12 +155,16 @@ class Networks:
         self._is_cut = False
 
     def abandon(self) -> None:
-        """Stop without the other ranks, after an error: placeholders stay."""
+        """Stop without the other ranks, after an error: placeholders and pieces stay."""
         self._uninstall()
+        if self.sharding is not None:
+            self.sharding.restore(gather=False)
 
     def _uninstall(self) -> None:
         self._remove_shadows()
         self._drop_reducer()
+        if self._gathering is not None:
+            self._gathering.forget()
         self._stage_wait = self.waits()[0]
         self._found = {}
         self._left_whole = {}
@@ -161,9 +184,11 @@ class Networks:
         intercepted = bool(self._shadows)
         self._remove_shadows()
         held = [slot for slot in tensor_slots(self._module) if is_foreign(slot[2])]
+        pieces = self.sharding.whole_values() if self.sharding is not None else contextlib.nullcontext()
         try:
-            self._fill(self._module)
-            yield self._module
+            with pieces:
+                self._fill(self._module)
+                yield self._module
         finally:
             # The placeholders themselves come back: optimizers refer to them.
             for store, key, placeholder in held:
@@ -210,8 +235,14 @@ class Networks:
             # A summary or a graph of the model, say: all weights are still here, and the other ranks may not call it.
             with self._undistributed():
                 return forward(*args, **kwargs)
+        if self.sharding is not None:
+            self.sharding.to_whole()
+        if not self._cuts:
+            return forward(*args, **kwargs)
         network = self._network_of(module)
         if network is not None:
+            if self._gathering is not None:
+                meet(self._mesh, f"calls network {network.name!r} in {self.label}")
             with self._undistributed():
                 if self._is_placed(module, network, args, kwargs):
                     return network.pipeline(args, kwargs, label=self.label)
@@ -234,7 +265,8 @@ class Networks:
         """Run the forward on every rank. What it calls is intercepted if it encloses the network, else not."""
         if self._is_transparent(module):
             return forward(*args, **kwargs)
-        with self._undistributed():
+        gathered = self._gathering.using(module) if self._gathering is not None else contextlib.nullcontext()
+        with self._undistributed(), gathered:
             return forward(*args, **kwargs)
 
     def _is_transparent(self, module: nn.Module) -> bool:
@@ -283,7 +315,7 @@ class Networks:
         )
         pipeline = PipelineNetwork(
             module,
-            partitioner,
+            partitioner if self._gathering is None else _Gathered(module, partitioner, self._gathering),
             self._mesh,
             num_microbatches=self._num_microbatches,
             name=name,
@@ -330,6 +362,7 @@ class Networks:
             release_foreign(copy, self.ownership)
         for optimizer in self._optimizers():
             replace_in_optimizer(optimizer, replaced)
+        self._cut_pieces(module, network)
         self.rebuild_reducer()
         self._announce(self.plan().table())
         if not first and self._mesh.pipeline_size > 1:
@@ -370,6 +403,19 @@ class Networks:
         self._drop_reducer()
         if not self._gradients_wanted or self._mesh.world_size == 1:
             return
+        staged, everywhere, tied = self._parameters_here()
+        if self.sharding is None:
+            self._reducer = GradientReducer(
+                staged, mesh=self._mesh, world_parameters=everywhere, summed_parameters=tied, hook=self._hook
+            )
+            return
+        everywhere += [named for named in staged if self.sharding.slot(named[1]) is None]
+        self._reducer = ShardedReducer(
+            self.sharding, mesh=self._mesh, world_parameters=everywhere, summed_parameters=tied, hook=self._hook
+        )
+
+    def _parameters_here(self) -> tuple[list[NamedParameter], list[NamedParameter], list[NamedParameter]]:
+        """Those of this rank's stage, those outside of networks, and those tied between stages."""
         staged, everywhere, tied = [], [], []
         for name, parameter in self._module.named_parameters():
             if is_foreign(parameter):
@@ -380,9 +426,58 @@ class Networks:
                 staged.append((name, parameter))
             else:
                 everywhere.append((name, parameter))
-        self._reducer = GradientReducer(
-            staged, mesh=self._mesh, world_parameters=everywhere, summed_parameters=tied, hook=self._hook
-        )
+        return staged, everywhere, tied
+
+    # ---- pieces ----------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """The user's code may use parameters from here on."""
+        sharding = self.sharding
+        if sharding is None:
+            return
+        if self._mesh.pipeline_size == 1 and not self._cuts and not sharding.units:
+            sharding.add([[named] for named in self._parameters_here()[0]])
+            sharding.slice_states(self._optimizers())
+            self.rebuild_reducer()
+        if sharding.keeps_whole:
+            sharding.to_whole()
+
+    def begin_evaluation(self) -> None:
+        """As `begin_step`, in validation, test and prediction."""
+        if self.sharding is not None and self.sharding.keeps_whole:
+            self.sharding.to_whole()
+
+    def end_step(self) -> None:
+        """The optimizer has stepped, or a step without gradients is over."""
+        if self.sharding is not None:
+            self.sharding.rest()
+
+    def before_update(self) -> None:
+        """An optimizer, or what looks at gradients, comes next."""
+        if self.sharding is not None:
+            self.sharding.to_pieces()
+
+    def is_cut_over_replicas(self, parameter: Tensor) -> bool:
+        """Whether this rank has only a piece of a parameter's gradient for the optimizer."""
+        return self.sharding is not None and self.sharding.slot(parameter) is not None
+
+    def _cut_pieces(self, module: nn.Module, network: _Found) -> None:
+        """Cut what was newly placed over the replicas."""
+        if self.sharding is None:
+            return
+        staged, _, _ = self._parameters_here()
+        placed = {
+            id(parameter): (name, parameter)
+            for name, parameter in staged
+            if self.ownership.owner(name) is not None and self.sharding.slot(parameter) is None
+        }
+        called = [
+            name for row in network.partitioner.table() if row.rank == self._mesh.pipeline_rank for name in row.modules
+        ]
+        self.sharding.add(groups_of(module, called, placed))
+        for copy in self._copies():
+            self.sharding.add_copy(copy)
+        self.sharding.slice_states(self._optimizers())
 
     def _drop_reducer(self) -> None:
         if self._reducer is not None:
@@ -399,11 +494,15 @@ class Networks:
         """A backward pass is about to start, perhaps of a step that called no network."""
         if self._reducer is None:
             self.rebuild_reducer()
+        if self.sharding is not None:
+            self.sharding.to_whole()
+            if self._gathering is not None:
+                meet(self._mesh, "runs a backward pass")
 
-    def begin_backward(self) -> None:
-        """A backward pass has reached a network."""
+    def begin_backward(self, passes: int = 1) -> None:
+        """A backward pass has reached a network, and runs autograd so often through this rank's stages."""
         if self._reducer is not None:
-            self._reducer.begin_backward()
+            self._reducer.begin_backward(passes)
 
     def ready_enabled(self, enabled: bool) -> None:
         """Whether gradients that are accumulated now are the last of this backward pass."""
@@ -446,6 +545,16 @@ class Networks:
         """Forget network calls whose backward never came."""
         for network in self._found.values():
             network.pipeline.reset()
+
+
+class _Gathered:
+    """Programs whose stages gather what they use."""
+
+    def __init__(self, root: nn.Module, partitioner: Partitioner, gathering: Gathering) -> None:
+        self._root, self._partitioner, self._gathering = root, partitioner, gathering
+
+    def program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        return self._gathering.around(self._root, self._partitioner.program(args, kwargs))
 
 
 def _size(module: nn.Module) -> int:
