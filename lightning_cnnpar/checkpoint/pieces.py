@@ -24,14 +24,14 @@ def merge_pieces(value: Any, sharding: Sharding, mesh: Mesh) -> Any:
     """Replace the pieces of parameters in nested containers, such as a checkpoint.
 
     Returns:
-        On the first replica, a container with whole tensors on CPU; on others `value` itself.
+        On the first replica, a container with whole tensors on CPU; on others, one with copies of their pieces, which
+        no later call takes for pieces again.
     """
     pieces = found_in(value, lambda leaf: sharding.piece_of(leaf) if isinstance(leaf, Tensor) else None)
     whole: dict[tuple[Any, ...], Any] = {}
     for path, tensor, (slot, unit) in pieces:
         merged = _merge(tensor, slot, unit, mesh)
-        if merged is not None:
-            whole[path] = merged
+        whole[path] = tensor.clone() if merged is None else merged
     return replaced_in(value, whole) if whole else value
 
 

@@ -298,7 +298,9 @@ class Sharding:
         for unit in self.units:
             if not any(id(slot) in pieces for slot in unit.slots):
                 continue
-            own = torch.zeros(unit.share, dtype=unit.dtype, device=unit.device)
+            # A copy may have another type than the module, and be on another device.
+            like = next(pieces[id(slot)] for slot in unit.slots if id(slot) in pieces)
+            own = torch.zeros(unit.share, dtype=like.dtype, device=unit.device)
             for slot in unit.slots:
                 parameter = pieces.get(id(slot))
                 if parameter is not None and parameter.numel():
@@ -307,7 +309,7 @@ class Sharding:
             whole = unit.gather(own)
             for slot in unit.slots:
                 if id(slot) in pieces:
-                    pieces[id(slot)].data = slot.view(whole).clone()
+                    pieces[id(slot)].data = slot.view(whole).clone().to(like.device)
 
 
 def piece_key(tensor: Tensor) -> tuple[int, int, int]:

@@ -160,8 +160,9 @@ class Unit:
 
     def gather(self, own: Tensor | None = None) -> Tensor:
         """All values, or those of a copy whose part is `own`, in new memory; a collective of the replicas."""
-        flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-        all_gather_flat(flat, self.shard if own is None else own, self.group)
+        own = self.shard if own is None else own
+        flat = own.new_empty(self.numel)
+        all_gather_flat(flat, own, self.group)
         return flat
 
     def gather_in_place(self) -> None:

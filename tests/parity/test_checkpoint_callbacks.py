@@ -109,7 +109,16 @@ def _fit_all(rank: int, world: int, layout: Layout, folder: Path) -> dict[str, d
 
 
 @pytest.mark.case("C44")
-@pytest.mark.parametrize("layout", [Layout(2, 1, WHOLE), Layout(2, 2, WHOLE)], ids=["2x1", "2x2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(2, 1, WHOLE),
+        Layout(2, 2, WHOLE),
+        Layout(1, 2, {**WHOLE, "zero_stage": 2}),
+        Layout(2, 2, {**WHOLE, "zero_stage": 3}),
+    ],
+    ids=["2x1", "2x2", "1x2-zero2", "2x2-zero3"],
+)
 def test_callbacks_leave_what_they_leave_in_one_process(
     layout: Layout, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -117,7 +126,7 @@ def test_callbacks_leave_what_they_leave_in_one_process(
     expected = alone(folder)
     # The scenario shows something: it stops early, and the best epoch isn't the last.
     assert expected["best"]["epoch"] < EPOCHS
-    results = run_ranks(layout.world, _fit_all, layout, tmp_path)
+    results = run_ranks(layout.world, _fit_all, layout, tmp_path, timeout=150)
     for found in results:
         for name in CALLBACKS:
             assert_same_tree(_portable(found[name], tmp_path), _portable(expected[name], folder), name)

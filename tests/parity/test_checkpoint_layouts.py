@@ -99,7 +99,7 @@ def _loaders(layout: Layout | None) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Has `alone.ckpt`, written by one process, and `grid.ckpt`, written by 2 x 2 ranks."""
+    """Has `alone.ckpt`, written by one process, and `grid.ckpt` and `zero.ckpt`, written by 2 x 2 ranks."""
     folder = tmp_path_factory.mktemp("checkpoints")
     _train_and_save(None, folder / "alone.ckpt")
     run_ranks(4, _save_on_grid, folder)
@@ -108,11 +108,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _save_on_grid(rank: int, world: int, folder: Path) -> None:
     _train_and_save(Layout(2, 2), folder / "grid.ckpt")
+    _train_and_save(Layout(2, 2, {"zero_stage": 2}), folder / "zero.ckpt")
 
 
 @pytest.mark.case("C54")
-def test_case_c54_the_file_is_the_one_of_a_single_process(folder: Path) -> None:
-    alone, grid = folder / "alone.ckpt", folder / "grid.ckpt"
+@pytest.mark.parametrize("name", ["grid.ckpt", "zero.ckpt"])
+def test_case_c54_the_file_is_the_one_of_a_single_process(folder: Path, name: str) -> None:
+    alone, grid = folder / "alone.ckpt", folder / name
     assert_same_tree(torch.load(grid, weights_only=True), torch.load(alone, weights_only=True))
     assert grid.stat().st_size == pytest.approx(alone.stat().st_size, rel=0.02)
     loaded = Everything.load_from_checkpoint(grid, weights_only=True).double()
@@ -121,15 +123,27 @@ def test_case_c54_the_file_is_the_one_of_a_single_process(folder: Path) -> None:
 
 
 @pytest.mark.case("C54")
-@pytest.mark.parametrize("layout", [None, Layout(4, 1), Layout(1, 2), Layout(2, 2)], ids=["plain", "4x1", "1x2", "2x2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        None,
+        Layout(1, 1),
+        Layout(4, 1),
+        Layout(1, 2),
+        Layout(2, 2),
+        Layout(1, 2, {"zero_stage": 1}),
+        Layout(2, 2, {"zero_stage": 3}),
+    ],
+    ids=["plain", "1x1", "4x1", "1x2", "2x2", "1x2-zero1", "2x2-zero3"],
+)
 def test_case_c54_any_layout_goes_on_with_the_same_losses(folder: Path, layout: Layout | None) -> None:
     expected = _continue(None, folder / "alone.ckpt")
     assert len(expected.losses) == 3
     assert expected.step == 8
     if layout is None:
-        found = [_continue(None, folder / "grid.ckpt")]
+        found = [_continue(None, folder / name) for name in ("grid.ckpt", "zero.ckpt")]
     else:
-        files = [folder / "grid.ckpt", folder / "alone.ckpt"]
+        files = [folder / "grid.ckpt", folder / "zero.ckpt", folder / "alone.ckpt"]
         found = [run for rank in run_ranks(layout.world, _continue_on_ranks, layout, files) for run in rank]
     for run in found:
         assert run.losses == pytest.approx(expected.losses, rel=1e-6)
