@@ -180,10 +180,10 @@ def _join_pieces(records: list[Record], layout: Layout) -> None:
         for gradients in zip(*(record.gradients for record in replicas), strict=True):
             for name in gradients[0]:
                 whole = torch.cat([pieces[name].flatten() for pieces in gradients])
-                shape = records[0].state[name].shape
-                if whole.numel() == shape.numel():
+                like = records[0].state[name]
+                if whole.numel() == like.numel():
                     for pieces in gradients:
-                        pieces[name] = whole.view(shape)
+                        pieces[name] = whole.as_strided(like.shape, like.stride())
 
 
 def _merge(records: list[Record], layout: Layout) -> Record:

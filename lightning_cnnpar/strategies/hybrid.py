@@ -65,7 +65,13 @@ from lightning_cnnpar.strategies.loaders import distribute_loader
 from lightning_cnnpar.strategies.networks import Networks
 from lightning_cnnpar.strategies.save_requests import SaveRequests
 from lightning_cnnpar.strategies.step_times import StepTimes
-from lightning_cnnpar.strategies.whole_weights import WholeWeights, module_copies, modules_of_callbacks
+from lightning_cnnpar.strategies.whole_weights import (
+    WholeWeights,
+    compare_as_before,
+    compare_whole_values,
+    module_copies,
+    modules_of_callbacks,
+)
 
 __all__ = ["HybridStrategy"]
 
@@ -163,6 +169,7 @@ class HybridStrategy(CheckpointStrategy):
         self._compression: CompressedReduce | None = None
         self._use_sampler = True
         self._times: StepTimes | None = None
+        self._comparing: list[Any] = []
 
     @property
     def plan(self) -> ParallelPlan:
@@ -347,6 +354,8 @@ class HybridStrategy(CheckpointStrategy):
         if fitting and (self.mesh.pipeline_size > 1 or self._is_sharded):
             requests = SaveRequests(lambda noted: self.reduce_boolean_decision(noted, all=False))
             trainer.callbacks[:0] = [WholeWeights(self._networks.make_whole), requests]
+        if fitting and self._is_sharded and self.options.zero_stage == 3:
+            self._comparing = compare_whole_values(trainer.callbacks, self._networks.whole_values)
 
     def _plain_optimizers(self) -> list[torch.optim.Optimizer]:
         return list(self.optimizers)
@@ -554,6 +563,8 @@ class HybridStrategy(CheckpointStrategy):
                 self._networks.make_whole()
             else:
                 self._networks.abandon()
+        compare_as_before(self._comparing)
+        self._comparing = []
         if trainer is not None:
             ours = (WholeWeights, SaveRequests, StepTimes, CompressionLog)
             trainer.callbacks[:] = [callback for callback in trainer.callbacks if not isinstance(callback, ours)]
@@ -574,7 +585,7 @@ class HybridStrategy(CheckpointStrategy):
     def __getstate__(self) -> dict[str, Any]:
         # Process groups and threads belong to this process; a copy starts without them.
         state = super().__getstate__()
-        state.update(_mesh=None, _networks=None, _watch=None, _times=None, _compression=None)
+        state.update(_mesh=None, _networks=None, _watch=None, _times=None, _compression=None, _comparing=[])
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HybridStrategy":

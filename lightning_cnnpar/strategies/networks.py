@@ -452,6 +452,10 @@ class Networks:
         if self.sharding is not None:
             self.sharding.rest()
 
+    def whole_values(self) -> contextlib.AbstractContextManager[None]:
+        """Parameters of this rank's stage have all their values inside; every rank of the stage enters it."""
+        return contextlib.nullcontext() if self.sharding is None else self.sharding.whole_values()
+
     def before_update(self) -> None:
         """An optimizer, or what looks at gradients, comes next."""
         if self.sharding is not None:

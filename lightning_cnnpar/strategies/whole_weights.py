@@ -1,9 +1,12 @@
 """What callbacks see: whole weights when training ends, and their own copies of the module cut like the module."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 
 
@@ -42,3 +45,34 @@ def module_copies(callbacks: Iterable[Any], module: nn.Module) -> list[nn.Module
             if same_class and {name for name, _ in candidate.named_parameters()} == names:
                 found[id(candidate)] = candidate
     return list(found.values())
+
+
+def compare_whole_values(callbacks: Iterable[Any], whole: Callable[[], AbstractContextManager[Any]]) -> list[Any]:
+    """Let finetuning callbacks see whole parameters: they ask by value which ones an optimizer has already.
+
+    Args:
+        callbacks: Of the Trainer.
+        whole: A context in which parameters have all their values.
+
+    Returns:
+        The callbacks that were changed, for `compare_as_before`.
+    """
+    changed = [callback for callback in callbacks if isinstance(callback, BaseFinetuning)]
+    for callback in changed:
+        callback.on_train_epoch_start = _inside(callback.on_train_epoch_start, whole)  # type: ignore[method-assign]
+    return changed
+
+
+def compare_as_before(callbacks: Iterable[Any]) -> None:
+    """Undo `compare_whole_values`."""
+    for callback in callbacks:
+        vars(callback).pop("on_train_epoch_start", None)
+
+
+def _inside(hook: Callable[..., None], whole: Callable[[], AbstractContextManager[Any]]) -> Callable[..., None]:
+    @functools.wraps(hook)
+    def on_train_epoch_start(trainer: Any, pl_module: Any) -> None:
+        with whole():
+            hook(trainer, pl_module)
+
+    return on_train_epoch_start
