@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_cnnpar._compat import storage_key
@@ -48,12 +49,14 @@ class Sharding:
     Args:
         stage: 1, 2 or 3.
         mesh: The grid; more than one replica.
+        gather_group: The ranks that hold this rank's stage, for gathering values only.
     """
 
-    def __init__(self, stage: int, mesh: Mesh) -> None:
+    def __init__(self, stage: int, mesh: Mesh, gather_group: dist.ProcessGroup) -> None:
         self.stage = stage
         self.units: list[Unit] = []
         self._mesh = mesh
+        self._gather_group = gather_group
         self._slots: dict[int, Slot] = {}
         self._unit_of: dict[int, Unit] = {}
         # Pieces of copies of the module, such as weight averages: by copy, the parameter and its slot.
@@ -101,6 +104,7 @@ class Sharding:
                 unit = Unit(
                     members,
                     group=self._mesh.data_group,  # type: ignore[arg-type]  # there is more than one replica
+                    gather_group=self._gather_group,
                     rank=self._mesh.data_rank,
                     size=self._mesh.data_size,
                     keeps_whole=self.keeps_whole,

@@ -91,7 +91,9 @@ class Unit:
 
     Args:
         named: The parameters, whole, in the order of their places.
-        group: The replicas.
+        group: The replicas, for sums.
+        gather_group: The replicas, for gathering values. Another group, as ranks with other unused parameters do the
+            one earlier or later than the other.
         rank: This replica.
         size: D.
         keeps_whole: Keep all values here; the parts of other replicas are updated by `gather_in_place`.
@@ -105,9 +107,17 @@ class Unit:
     """
 
     def __init__(
-        self, named: Sequence[NamedParameter], *, group: dist.ProcessGroup, rank: int, size: int, keeps_whole: bool
+        self,
+        named: Sequence[NamedParameter],
+        *,
+        group: dist.ProcessGroup,
+        gather_group: dist.ProcessGroup,
+        rank: int,
+        size: int,
+        keeps_whole: bool,
     ) -> None:
         self.group, self.rank, self.size = group, rank, size
+        self._gather_group = gather_group
         first = named[0][1]
         self.dtype, self.device = first.dtype, first.device
         self.num_elements = sum(parameter.numel() for _, parameter in named)
@@ -162,13 +172,13 @@ class Unit:
         """All values, or those of a copy whose part is `own`, in new memory; a collective of the replicas."""
         own = self.shard if own is None else own
         flat = own.new_empty(self.numel)
-        all_gather_flat(flat, own, self.group)
+        all_gather_flat(flat, own, self._gather_group)
         return flat
 
     def gather_in_place(self) -> None:
         """Update the parts of other replicas in `whole`; a collective of the replicas."""
         assert self.whole is not None
-        all_gather_flat(self.whole, self.shard, self.group)
+        all_gather_flat(self.whole, self.shard, self._gather_group)
 
     def own_part(self, flat: Tensor) -> Tensor:
         """This rank's part of a flat tensor of the whole unit."""

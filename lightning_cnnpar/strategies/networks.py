@@ -23,7 +23,7 @@ from lightning_cnnpar.data_parallel.gathering import Gathering, groups_of
 from lightning_cnnpar.data_parallel.replicate import GradientReducer
 from lightning_cnnpar.data_parallel.sharded_reducer import ShardedReducer
 from lightning_cnnpar.data_parallel.sharding import Sharding
-from lightning_cnnpar.mesh import Mesh, meet
+from lightning_cnnpar.mesh import Mesh, create_data_group, meet
 from lightning_cnnpar.partition.foreign import is_foreign
 from lightning_cnnpar.partition.ownership import (
     Ownership,
@@ -128,7 +128,7 @@ class Networks:
         self._check_network_name()
         self._gradients_wanted = reduce_gradients
         if reduce_gradients and self._options.zero_stage and self._mesh.data_size > 1:
-            self.sharding = Sharding(self._options.zero_stage, self._mesh)
+            self.sharding = Sharding(self._options.zero_stage, self._mesh, create_data_group(self._mesh))
             self.sharding.attach(self._optimizers())
             self._gathering = Gathering(self.sharding) if self._options.zero_stage == 3 else None
         if self._cuts or self.sharding is not None:
