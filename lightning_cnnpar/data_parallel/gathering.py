@@ -13,18 +13,46 @@ also those that this replica's graph happens not to need, since other replicas m
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 from lightning_cnnpar._compat import in_backward, queue_backward_callback, saved_tensors_are_hooked, storage_key
 from lightning_cnnpar.data_parallel.sharding import Sharding, ShardingError
 from lightning_cnnpar.data_parallel.shards import Unit
 from lightning_cnnpar.partition.stage import Program, Stage
+
+_TELLS_NO_VALUES = frozenset(
+    {
+        *(
+            "__get__",
+            "__set__",
+            "requires_grad_",
+            "dim",
+            "size",
+            "numel",
+            "nelement",
+            "stride",
+            "data_ptr",
+            "element_size",
+        ),
+        *("is_complex", "is_floating_point", "is_contiguous", "__len__", "__repr__", "ndimension", "register_hook"),
+        *(
+            "detach",
+            "untyped_storage",
+            "storage_offset",
+            "__hash__",
+            "__deepcopy__",
+            "register_post_accumulate_grad_hook",
+        ),
+    }
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -125,6 +153,23 @@ class Gathering:
             self._in_use.clear()
             self._release(all_of_them=True)
             self._forward = before
+
+    def watching(self) -> contextlib.AbstractContextManager[Any]:
+        """Code inside gets an error when it reads a parameter whose values are not here."""
+        return _Watch(self._refuse)
+
+    def _refuse(self, value: Any, name: str) -> None:
+        slot = self._sharding.slot(value)
+        if slot is None or not self._sharding.is_whole or id(self._sharding.unit_of(slot)) in self._resident:
+            return
+        if value.dim() == len(slot.shape) and value.data_ptr() != slot.hollow.data_ptr():
+            return
+        raise ShardingError(
+            f"{slot.name!r} was read by `{name}` outside of the network's own forward, and with zero_stage=3 its values"
+            " are only there inside of it. Compute such terms inside the network's forward, use the optimizer's"
+            " `weight_decay` for an L2 penalty, `with trainer.strategy.whole_module():` to read weights, or"
+            " zero_stage=2."
+        )
 
     @contextlib.contextmanager
     def using(self, module: nn.Module) -> Iterator[None]:
@@ -251,7 +296,8 @@ class Gathering:
     def _gather(self, unit: Unit) -> None:
         with torch.inference_mode(False), torch.no_grad():
             flat = unit.gather()
-            for slot in unit.slots:
+            # Where the backward pass has ended already for the gradients, parameters are pieces.
+            for slot in unit.slots if self._sharding.is_whole else ():
                 slot.parameter.data = slot.view(flat)
         self._resident[id(unit)] = unit, flat
         self._by_storage[storage_key(flat)] = unit
@@ -267,8 +313,27 @@ class Gathering:
         _, flat = self._resident.pop(id(unit))
         del self._by_storage[storage_key(flat)]
         with torch.inference_mode(False), torch.no_grad():
-            for slot in unit.slots:
+            for slot in unit.slots if self._sharding.is_whole else ():
                 slot.parameter.data = slot.hollow
+
+
+class _Watch(TorchFunctionMode):
+    """Shows every parameter that a function of torch is given."""
+
+    def __init__(self, check: Callable[[Any, str], None]) -> None:
+        super().__init__()
+        self._check = check
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name not in _TELLS_NO_VALUES:
+            for value in itertools.chain(args, (kwargs or {}).values()):
+                for inner in value if isinstance(value, (list, tuple)) else (value,):
+                    if isinstance(inner, nn.Parameter):
+                        self._check(inner, name)
+        return func(*args, **(kwargs or {}))
 
 
 def _is_trainable(unit: Unit) -> bool:

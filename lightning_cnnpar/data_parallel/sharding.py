@@ -72,6 +72,11 @@ class Sharding:
         return self.stage < 3
 
     @property
+    def is_whole(self) -> bool:
+        """Whether parameters have the shape that the network wants."""
+        return self._is_whole
+
+    @property
     def is_active(self) -> bool:
         """Whether there are pieces, and the run has not ended."""
         return bool(self.units) and not self._is_restored

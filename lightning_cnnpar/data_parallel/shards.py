@@ -49,7 +49,7 @@ class Slot:
         stride: Of the whole.
         span: Which of its elements are this rank's.
         piece: This rank's elements, part of the unit's shard.
-        hollow: A tensor with the shape of the whole, and no memory: reading it is an error.
+        hollow: A tensor with the shape of the whole and the memory of one number, which is not a number.
         gradient: The piece of the gradient that waits for the optimizer.
         arrived: The piece of the gradient that the present backward pass has reduced.
         local: A whole gradient of this replica, put aside while the parameter is a piece.
@@ -126,7 +126,8 @@ class Unit:
         own = flat[rank * self.share : (rank + 1) * self.share]
         self.whole = flat if keeps_whole else None
         self.shard = own if keeps_whole else torch.empty_like(own)
-        nothing = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        # Reading it is seen, writing it is refused; memory that is not there would end the process.
+        nothing = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
         slots, offset = [], 0
         for name, parameter in named:
             like = torch.empty_like(parameter.detach(), device="meta")
@@ -141,12 +142,11 @@ class Unit:
                 span=(start, stop),
                 # An empty piece has storage of its own, so that each piece can be told by its memory.
                 piece=self.shard[begin : begin + stop - start] if stop > start else self.shard.new_empty(0),
-                hollow=nothing.as_strided(parameter.shape, like.stride(), offset),
+                hollow=nothing.expand(parameter.shape),
             )
             slot.view(flat).copy_(parameter.detach())
             slots.append(slot)
             offset += parameter.numel()
-        nothing.untyped_storage().resize_(0)
         if not keeps_whole:
             self.shard.copy_(own)
         self.slots = tuple(slots)

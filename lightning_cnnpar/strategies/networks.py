@@ -222,8 +222,10 @@ class Networks:
     def step(self, label: str) -> Iterator[None]:
         """Names where the user's code is, for messages of a network call inside."""
         before, self.label = self.label, label
+        watching = contextlib.nullcontext() if self._gathering is None else self._gathering.watching()
         try:
-            yield
+            with watching:
+                yield
         finally:
             self.label = before
 
@@ -439,12 +441,11 @@ class Networks:
             sharding.add([[named] for named in self._parameters_here()[0]])
             sharding.slice_states(self._optimizers())
             self.rebuild_reducer()
-        if sharding.keeps_whole:
-            sharding.to_whole()
+        sharding.to_whole()
 
     def begin_evaluation(self) -> None:
         """As `begin_step`, in validation, test and prediction."""
-        if self.sharding is not None and self.sharding.keeps_whole:
+        if self.sharding is not None:
             self.sharding.to_whole()
 
     def end_step(self) -> None:

@@ -19,6 +19,7 @@ from tests.fitting import Case, Layout, Record, assert_same_tensors, fit_alone, 
 from tests.parity import test_cases_optimizers as optimizers
 from tests.parity import test_cases_statistics as statistics
 from tests.parity.stories import Stories, Story
+from tests.ranks import RankError
 
 
 def small_units() -> list[pl.Callback]:
@@ -229,3 +230,21 @@ def test_zero_with_compression(compression: str) -> None:
 def test_one_replica_has_nothing_to_cut() -> None:
     record = fit_on_ranks(case(functools.partial(nets.Classifier, None, nets.sgd)), zero(2, 2, 1))
     assert any("zero_stage=2 has nothing to cut" in text for text in record.warnings)
+
+
+class Penalised(nets.Classifier):
+    """Reads parameters in the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        penalty = sum(p.square().sum() for p in self.parameters())
+        return super().training_step(batch, batch_idx) + 1e-3 * penalty
+
+
+def test_parameters_read_in_the_step_are_there_with_stage_2() -> None:
+    Stories({"penalty": Story(case(Penalised), zero(2))}).hold("penalty")
+
+
+def test_parameters_read_in_the_step_are_refused_by_name_with_stage_3() -> None:
+    # The first step finds them whole: they are cut with the first call of the network.
+    with pytest.raises(RankError, match=r"'model.0.weight' was read by `square` outside of the network's own forward"):
+        fit_on_ranks(case(Penalised), zero(3))
