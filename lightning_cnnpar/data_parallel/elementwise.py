@@ -3,6 +3,7 @@
 Found out by letting it step the same numbers twice, as one matrix and as two pieces of one dimension.
 """
 
+import inspect
 from collections.abc import Iterable
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 _STEPS = 3
 _SHAPE = (6, 4)
 _CUT = 10
+_DEVICE_ONLY = ("capturable", "fused")
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool | None:
@@ -38,7 +40,9 @@ def _stepped(
     optimizer: torch.optim.Optimizer, start: Iterable[Tensor], gradients: Iterable[Iterable[Tensor]]
 ) -> list[Tensor]:
     parameters = [nn.Parameter(tensor.clone()) for tensor in start]
-    options = {key: value for key, value in optimizer.defaults.items() if key not in ("capturable", "fused")}
+    # Defaults hold more than what was given: AdamW notes there that it decouples the weight decay.
+    known = inspect.signature(type(optimizer)).parameters
+    options = {key: value for key, value in optimizer.defaults.items() if key in known and key not in _DEVICE_ONLY}
     tried = type(optimizer)(parameters, **options)
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):

@@ -14,6 +14,7 @@ from lightning_cnnpar.checkpoint.gather import merge_foreign
 from lightning_cnnpar.checkpoint.optimizer import gather_optimizer_state, local_optimizer_state
 from lightning_cnnpar.checkpoint.pieces import merge_optimizer_pieces, merge_pieces
 from lightning_cnnpar.data_parallel.comm_hook import CompressedReduce
+from lightning_cnnpar.data_parallel.sharding import Sharding
 from lightning_cnnpar.partition.ownership import canonical_names
 from lightning_cnnpar.plugins.checkpoint_io import AtomicCheckpointIO
 from lightning_cnnpar.strategies.grid import GridStrategy
@@ -54,7 +55,7 @@ class CheckpointStrategy(GridStrategy, ABC):
         """All parameters' state under the indices of one process on rank 0; on other ranks that of their stage."""
         plain = getattr(optimizer, "optimizer", optimizer)
         state = super().optimizer_state(plain)
-        sharding = None if self._networks is None else self._networks.sharding
+        sharding = self._sharding
         if sharding is not None and self._may_communicate():
             parameters = [parameter for group in plain.param_groups for parameter in group["params"]]
             state = merge_optimizer_pieces(state, list(map(sharding.slot, parameters)), sharding, self.mesh)
@@ -75,8 +76,8 @@ class CheckpointStrategy(GridStrategy, ABC):
             if self._networks is not None and self.mesh.pipeline_size > 1:
                 state = local_optimizer_state(state, self._owner_of_index(optimizer), self.mesh.pipeline_rank)
             optimizer.load_state_dict(state)
-        if self._networks is not None and self._networks.sharding is not None:
-            self._networks.sharding.slice_states(self.optimizers)
+        if self._sharding is not None:
+            self._sharding.slice_states(self.optimizers)
         _compat.optimizers_to_device(self.optimizers, self.root_device)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -96,7 +97,7 @@ class CheckpointStrategy(GridStrategy, ABC):
         After an error the stages of other ranks can't be collected any more: nothing is written then, and a warning
         says so, since waiting for ranks that are gone would not end.
         """
-        if (self.mesh.pipeline_size > 1 or self._has_pieces) and not self._may_communicate():
+        if (self.mesh.pipeline_size > 1 or self._sharding is not None) and not self._may_communicate():
             rank_zero_info(
                 f"{filepath} was not saved: after an error, what the other pipeline stages or replicas hold can't be"
                 f" collected. The last checkpoint written before is intact."
@@ -128,11 +129,12 @@ class CheckpointStrategy(GridStrategy, ABC):
         }
 
     @property
-    def _has_pieces(self) -> bool:
-        return self._networks is not None and self._networks.sharding is not None
+    def _sharding(self) -> Sharding | None:
+        pieces = None if self._networks is None else self._networks.pieces
+        return None if pieces is None else pieces.sharding
 
     def _merged(self, state: dict[str, Any]) -> dict[str, Any]:
-        sharding = None if self._networks is None else self._networks.sharding
+        sharding = self._sharding
         if sharding is not None and self._may_communicate():
             state = merge_pieces(state, sharding, self.mesh)
         if not self._merges:

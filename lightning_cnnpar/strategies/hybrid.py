@@ -523,7 +523,7 @@ class HybridStrategy(CheckpointStrategy):
             max_norm,
             mesh=self.mesh,
             is_staged=lambda parameter: owner(names.get(id(parameter), "")) is not None,
-            is_piece=networks.is_cut_over_replicas if self._is_sharded else None,
+            is_piece=None if networks.pieces is None else networks.pieces.is_piece,
             device=self.root_device,
         )
 

@@ -19,11 +19,9 @@ from lightning_cnnpar.checkpoint.gather import broadcast_from_owners
 from lightning_cnnpar.config import ConfigurationError, HybridOptions
 from lightning_cnnpar.data_parallel.accumulation import NamedParameter
 from lightning_cnnpar.data_parallel.comm_hook import CommHook
-from lightning_cnnpar.data_parallel.gathering import Gathering, groups_of
 from lightning_cnnpar.data_parallel.replicate import GradientReducer
 from lightning_cnnpar.data_parallel.sharded_reducer import ShardedReducer
-from lightning_cnnpar.data_parallel.sharding import Sharding
-from lightning_cnnpar.mesh import Mesh, create_data_group, meet
+from lightning_cnnpar.mesh import Mesh
 from lightning_cnnpar.partition.foreign import is_foreign
 from lightning_cnnpar.partition.ownership import (
     Ownership,
@@ -35,10 +33,10 @@ from lightning_cnnpar.partition.ownership import (
     restore_whole,
 )
 from lightning_cnnpar.partition.split import Partitioner, PartitionError, TooManyStagesError, UntraceableError
-from lightning_cnnpar.partition.stage import Program
 from lightning_cnnpar.pipeline.network import PipelineNetwork
 from lightning_cnnpar.plan import ParallelPlan, StagePlan
 from lightning_cnnpar.strategies.interception import InterceptedForward, intercept
+from lightning_cnnpar.strategies.pieces import Pieces
 from lightning_cnnpar.strategies.placement import place_alike
 
 log = logging.getLogger(__name__)
@@ -115,8 +113,7 @@ class Networks:
         self._gradients_wanted = False
         self._is_cut = False
         self._reducer: GradientReducer | ShardedReducer | None = None
-        self.sharding: Sharding | None = None
-        self._gathering: Gathering | None = None
+        self.pieces: Pieces | None = None
         self._stage_wait = self._gradient_wait = 0.0
         self.ownership = Ownership(mesh.pipeline_rank)
         self.label = OUTSIDE
@@ -128,25 +125,25 @@ class Networks:
         self._check_network_name()
         self._gradients_wanted = reduce_gradients
         if reduce_gradients and self._options.zero_stage and self._mesh.data_size > 1:
-            self.sharding = Sharding(self._options.zero_stage, self._mesh, create_data_group(self._mesh))
-            self.sharding.attach(self._optimizers())
-            self._gathering = Gathering(self.sharding) if self._options.zero_stage == 3 else None
-        if self._cuts or self.sharding is not None:
+            stage = self._options.zero_stage
+            self.pieces = Pieces(stage, self._mesh, optimizers=self._optimizers, copies=self._copies)
+        if self._cuts or self.pieces is not None:
             self._shadows = intercept(self._module, self)
         # Pieces are cut when the optimizers have their states: with the first step.
-        if self._mesh.pipeline_size == 1 and self.sharding is None:
+        if self._mesh.pipeline_size == 1 and self.pieces is None:
             self.rebuild_reducer()
 
     @property
     def _cuts(self) -> bool:
         """Whether calls of networks are followed inside."""
-        return self._mesh.pipeline_size > 1 or self._num_microbatches > 1 or self._gathering is not None
+        follows = self.pieces is not None and self.pieces.follows_calls
+        return self._mesh.pipeline_size > 1 or self._num_microbatches > 1 or follows
 
     def make_whole(self) -> None:
         """Give every rank the values of all stages and stop intercepting; a collective of the replica."""
         self._uninstall()
-        if self.sharding is not None:
-            self.sharding.restore()
+        if self.pieces is not None:
+            self.pieces.restore(gather=True)
         replaced = self._fill(self._module)
         for copy in self._copies():
             self._fill(copy)
@@ -157,14 +154,12 @@ class Networks:
     def abandon(self) -> None:
         """Stop without the other ranks, after an error: placeholders and pieces stay."""
         self._uninstall()
-        if self.sharding is not None:
-            self.sharding.restore(gather=False)
+        if self.pieces is not None:
+            self.pieces.restore(gather=False)
 
     def _uninstall(self) -> None:
         self._remove_shadows()
         self._drop_reducer()
-        if self._gathering is not None:
-            self._gathering.forget()
         self._stage_wait = self.waits()[0]
         self._found = {}
         self._left_whole = {}
@@ -184,9 +179,8 @@ class Networks:
         intercepted = bool(self._shadows)
         self._remove_shadows()
         held = [slot for slot in tensor_slots(self._module) if is_foreign(slot[2])]
-        pieces = self.sharding.whole_values() if self.sharding is not None else contextlib.nullcontext()
         try:
-            with pieces:
+            with self.whole_values():
                 self._fill(self._module)
                 yield self._module
         finally:
@@ -222,9 +216,8 @@ class Networks:
     def step(self, label: str) -> Iterator[None]:
         """Names where the user's code is, for messages of a network call inside."""
         before, self.label = self.label, label
-        watching = contextlib.nullcontext() if self._gathering is None else self._gathering.watching()
         try:
-            with watching:
+            with contextlib.nullcontext() if self.pieces is None else self.pieces.watching():
                 yield
         finally:
             self.label = before
@@ -237,14 +230,14 @@ class Networks:
             # A summary or a graph of the model, say: all weights are still here, and the other ranks may not call it.
             with self._undistributed():
                 return forward(*args, **kwargs)
-        if self.sharding is not None:
-            self.sharding.to_whole()
+        if self.pieces is not None:
+            self.pieces.begin_step()
         if not self._cuts:
             return forward(*args, **kwargs)
         network = self._network_of(module)
         if network is not None:
-            if self._gathering is not None:
-                meet(self._mesh, f"calls network {network.name!r} in {self.label}")
+            if self.pieces is not None:
+                self.pieces.announce_call(f"calls network {network.name!r} in {self.label}")
             with self._undistributed():
                 if self._is_placed(module, network, args, kwargs):
                     return network.pipeline(args, kwargs, label=self.label)
@@ -267,7 +260,7 @@ class Networks:
         """Run the forward on every rank. What it calls is intercepted if it encloses the network, else not."""
         if self._is_transparent(module):
             return forward(*args, **kwargs)
-        gathered = self._gathering.using(module) if self._gathering is not None else contextlib.nullcontext()
+        gathered = contextlib.nullcontext() if self.pieces is None else self.pieces.using(module)
         with self._undistributed(), gathered:
             return forward(*args, **kwargs)
 
@@ -317,7 +310,7 @@ class Networks:
         )
         pipeline = PipelineNetwork(
             module,
-            partitioner if self._gathering is None else _Gathered(module, partitioner, self._gathering),
+            partitioner if self.pieces is None else self.pieces.programs(module, partitioner),
             self._mesh,
             num_microbatches=self._num_microbatches,
             name=name,
@@ -364,7 +357,10 @@ class Networks:
             release_foreign(copy, self.ownership)
         for optimizer in self._optimizers():
             replace_in_optimizer(optimizer, replaced)
-        self._cut_pieces(module, network)
+        if self.pieces is not None:
+            rank = self._mesh.pipeline_rank
+            called = [name for row in partitioner.table() if row.rank == rank for name in row.modules]
+            self.pieces.cut_network(module, called, self._placed_here())
         self.rebuild_reducer()
         self._announce(self.plan().table())
         if not first and self._mesh.pipeline_size > 1:
@@ -406,14 +402,14 @@ class Networks:
         if not self._gradients_wanted or self._mesh.world_size == 1:
             return
         staged, everywhere, tied = self._parameters_here()
-        if self.sharding is None:
+        if self.pieces is None:
             self._reducer = GradientReducer(
                 staged, mesh=self._mesh, world_parameters=everywhere, summed_parameters=tied, hook=self._hook
             )
             return
-        everywhere += [named for named in staged if self.sharding.slot(named[1]) is None]
+        everywhere += [named for named in staged if not self.pieces.is_piece(named[1])]
         self._reducer = ShardedReducer(
-            self.sharding, mesh=self._mesh, world_parameters=everywhere, summed_parameters=tied, hook=self._hook
+            self.pieces.sharding, mesh=self._mesh, world_parameters=everywhere, summed_parameters=tied, hook=self._hook
         )
 
     def _parameters_here(self) -> tuple[list[NamedParameter], list[NamedParameter], list[NamedParameter]]:
@@ -430,59 +426,37 @@ class Networks:
                 everywhere.append((name, parameter))
         return staged, everywhere, tied
 
-    # ---- pieces ----------------------------------------------------------------------------------------------------
+    def _placed_here(self) -> list[NamedParameter]:
+        """Parameters of networks that this rank alone of its replica holds."""
+        return [named for named in self._parameters_here()[0] if self.ownership.owner(named[0]) is not None]
 
     def begin_step(self) -> None:
         """The user's code may use parameters from here on."""
-        sharding = self.sharding
-        if sharding is None:
+        if self.pieces is None:
             return
-        if self._mesh.pipeline_size == 1 and not self._cuts and not sharding.units:
-            sharding.add([[named] for named in self._parameters_here()[0]])
-            sharding.slice_states(self._optimizers())
+        if not self._cuts and self._gradients_wanted and not self.pieces.sharding.units:
+            self.pieces.cut_all(self._parameters_here()[0])
             self.rebuild_reducer()
-        sharding.to_whole()
+        self.pieces.begin_step()
 
     def begin_evaluation(self) -> None:
         """As `begin_step`, in validation, test and prediction."""
-        if self.sharding is not None:
-            self.sharding.to_whole()
+        if self.pieces is not None:
+            self.pieces.begin_step()
 
     def end_step(self) -> None:
         """The optimizer has stepped, or a step without gradients is over."""
-        if self.sharding is not None:
-            self.sharding.rest()
-
-    def whole_values(self) -> contextlib.AbstractContextManager[None]:
-        """Parameters of this rank's stage have all their values inside; every rank of the stage enters it."""
-        return contextlib.nullcontext() if self.sharding is None else self.sharding.whole_values()
+        if self.pieces is not None:
+            self.pieces.end_step()
 
     def before_update(self) -> None:
         """An optimizer, or what looks at gradients, comes next."""
-        if self.sharding is not None:
-            self.sharding.to_pieces()
+        if self.pieces is not None:
+            self.pieces.before_update()
 
-    def is_cut_over_replicas(self, parameter: Tensor) -> bool:
-        """Whether this rank has only a piece of a parameter's gradient for the optimizer."""
-        return self.sharding is not None and self.sharding.slot(parameter) is not None
-
-    def _cut_pieces(self, module: nn.Module, network: _Found) -> None:
-        """Cut what was newly placed over the replicas."""
-        if self.sharding is None:
-            return
-        staged, _, _ = self._parameters_here()
-        placed = {
-            id(parameter): (name, parameter)
-            for name, parameter in staged
-            if self.ownership.owner(name) is not None and self.sharding.slot(parameter) is None
-        }
-        called = [
-            name for row in network.partitioner.table() if row.rank == self._mesh.pipeline_rank for name in row.modules
-        ]
-        self.sharding.add(groups_of(module, called, placed))
-        for copy in self._copies():
-            self.sharding.add_copy(copy)
-        self.sharding.slice_states(self._optimizers())
+    def whole_values(self) -> contextlib.AbstractContextManager[None]:
+        """Parameters of this rank's stage have all their values inside; every rank of the stage enters it."""
+        return contextlib.nullcontext() if self.pieces is None else self.pieces.sharding.whole_values()
 
     def _drop_reducer(self) -> None:
         if self._reducer is not None:
@@ -499,10 +473,8 @@ class Networks:
         """A backward pass is about to start, perhaps of a step that called no network."""
         if self._reducer is None:
             self.rebuild_reducer()
-        if self.sharding is not None:
-            self.sharding.to_whole()
-            if self._gathering is not None:
-                meet(self._mesh, "runs a backward pass")
+        if self.pieces is not None:
+            self.pieces.begin_backward()
 
     def begin_backward(self, passes: int = 1) -> None:
         """A backward pass has reached a network, and runs autograd so often through this rank's stages."""
@@ -550,16 +522,6 @@ class Networks:
         """Forget network calls whose backward never came."""
         for network in self._found.values():
             network.pipeline.reset()
-
-
-class _Gathered:
-    """Programs whose stages gather what they use."""
-
-    def __init__(self, root: nn.Module, partitioner: Partitioner, gathering: Gathering) -> None:
-        self._root, self._partitioner, self._gathering = root, partitioner, gathering
-
-    def program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-        return self._gathering.around(self._root, self._partitioner.program(args, kwargs))
 
 
 def _size(module: nn.Module) -> int:

@@ -45,9 +45,10 @@ class Deep(pl.LightningModule):
         return self.make(self.parameters(), lr=1e-3)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        cut: Any = self.trainer.strategy._networks.sharding
+        pieces: Any = self.trainer.strategy._networks.pieces
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        if cut is not None:
+        if pieces is not None:
+            cut = pieces.sharding
             gradients = [slot.gradient if cut.is_whole else slot.parameter.grad for u in cut.units for slot in u.slots]
         optimizer = self.optimizers(use_pl_optimizer=False)
         states = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim()]

@@ -53,7 +53,6 @@ def test_sizes_that_do_not_fit_are_named(
         ({"balance": "speed"}, r"balance='speed' is unknown"),
         ({"balance": [1.0, -1.0]}, r"one positive relative speed"),
         ({"zero_stage": 4}, r"zero_stage=4 is unknown"),
-        ({"zero_stage": 2}, r"zero_stage=2 is not available"),
         ({"numa": "on"}, r"numa='on' is unknown. Known: 'auto', 'off', NumaBinding\(mode='node', memory='preferred'\)"),
     ],
 )
