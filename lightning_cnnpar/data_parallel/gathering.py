@@ -104,6 +104,7 @@ class Gathering:
         self._backward: _Graph | None = None
         self._hooked: dict[int, tuple[Any, ...]] = {}
         self._programs: dict[int, tuple[Program, Program]] = {}
+        self._is_tracing = False
         self.peak_bytes = 0
 
     # ---- what runs -------------------------------------------------------------------------------------------------
@@ -158,12 +159,26 @@ class Gathering:
         """Code inside gets an error when it reads a parameter whose values are not here."""
         return _Watch(self._refuse)
 
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Code inside looks at shapes and types only."""
+        before, self._is_tracing = self._is_tracing, True
+        try:
+            yield
+        finally:
+            self._is_tracing = before
+
     def _refuse(self, value: Any, name: str) -> None:
         slot = self._sharding.slot(value)
-        if slot is None or not self._sharding.is_whole or id(self._sharding.unit_of(slot)) in self._resident:
+        if (
+            self._is_tracing
+            or slot is None
+            or not self._sharding.is_whole
+            or id(self._sharding.unit_of(slot)) in self._resident
+        ):
             return
-        if value.dim() == len(slot.shape) and value.data_ptr() != slot.hollow.data_ptr():
-            return
+        if value.data_ptr() != slot.hollow.data_ptr():
+            return  # its unit is here
         raise ShardingError(
             f"{slot.name!r} was read by `{name}` outside of the network's own forward, and with zero_stage=3 its values"
             " are only there inside of it. Compute such terms inside the network's forward, use the optimizer's"
@@ -328,12 +343,17 @@ class _Watch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name not in _TELLS_NO_VALUES:
+        if name not in _TELLS_NO_VALUES and not _is_bookkeeping(name):
             for value in itertools.chain(args, (kwargs or {}).values()):
                 for inner in value if isinstance(value, (list, tuple)) else (value,):
                     if isinstance(inner, nn.Parameter):
                         self._check(inner, name)
         return func(*args, **(kwargs or {}))
+
+
+def _is_bookkeeping(name: str) -> bool:
+    """Whether this is one of torch's private questions, such as `_is_view`."""
+    return name.startswith("_") and not name.startswith(("__", "_foreach"))
 
 
 def _is_trainable(unit: Unit) -> bool:

@@ -246,9 +246,10 @@ class Networks:
     def _is_placed(self, module: nn.Module, network: _Found, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Cut the network for these inputs if need be; whether it could be cut."""
         try:
-            if network.placed < 0:
-                place_alike(network.partitioner, args, kwargs, self._mesh)
-            network.partitioner.program(args, kwargs)
+            with contextlib.nullcontext() if self.pieces is None else self.pieces.tracing():
+                if network.placed < 0:
+                    place_alike(network.partitioner, args, kwargs, self._mesh)
+                network.partitioner.program(args, kwargs)
         except PartitionError as error:
             if not self._may_leave_whole(module, error):
                 raise

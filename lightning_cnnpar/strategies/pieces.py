@@ -100,6 +100,10 @@ class Pieces:
         """Code inside gets an error by name when it reads values that are not here."""
         return contextlib.nullcontext() if self._gathering is None else self._gathering.watching()
 
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
+        """Code inside looks at the shapes of parameters only."""
+        return contextlib.nullcontext() if self._gathering is None else self._gathering.tracing()
+
     def announce_call(self, what: str) -> None:
         """A network is called: with stage 3, replicas that do something else are told so, where they would hang."""
         if self.follows_calls:
