@@ -79,8 +79,8 @@ def _fit(rank: int, world: int, zero: int, optimizer: Any) -> tuple[dict[str, fl
 
     class Peak(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            gathering = trainer.strategy._networks._gathering
-            peak.append(0.0 if gathering is None else gathering.peak_bytes / module.count)
+            pieces = trainer.strategy._networks.pieces
+            peak.append(0.0 if pieces is None else pieces.gathered_bytes / module.count)
 
     trainer.callbacks.append(Peak())
     trainer.fit(module, DataLoader(nets.Float32Images(24), 4 // world))
