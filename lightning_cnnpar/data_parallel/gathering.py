@@ -209,14 +209,29 @@ class Gathering:
                     before = part.register_forward_pre_hook(self._enter, prepend=True)
                     after = part.register_forward_hook(self._leave, always_call=True)
                     self._hooked[id(part)] = before, after, part
+                    for inner in part.modules():
+                        again = inner.register_forward_pre_hook(self._enter_again, prepend=True)
+                        self._hooked.setdefault(-id(inner), (again, inner))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self._forward is not None:
             self._use(self._units_of(module.parameters()))
-        elif self._backward is not None and in_backward():
-            # Activations that the user's own checkpointing computes again.
-            for unit in self._units_of(module.parameters()):
+
+    def _enter_again(self, module: nn.Module, args: Any) -> None:
+        """Activations that the user's own checkpointing computes again: it calls any submodule."""
+        if self._forward is not None or not self._sharding.is_active or not in_backward():
+            return
+        wanted = self._units_of(module.parameters())
+        for unit, _ in list(self._resident.values()):
+            # What was computed again from it keeps its memory for as long as it is needed.
+            if unit not in wanted and (self._backward is None or self._backward.packed[id(unit)] <= 0):
+                self._drop(unit)
+        for unit in wanted:
+            if self._backward is not None:
                 self._need_again(self._backward, unit)
+            elif id(unit) not in self._resident:
+                self._gather(unit)
+                queue_backward_callback(self._finish_backward)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._forward is not None:
@@ -297,6 +312,7 @@ class Gathering:
     def _finish_backward(self) -> None:
         graph, self._backward = self._backward, None
         if graph is None:
+            self._release(all_of_them=True)
             return
         assert graph.plan is not None
         for unit in graph.plan[graph.done :]:

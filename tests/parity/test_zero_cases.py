@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lightning_cnnpar import HybridPrecision
 from lightning_cnnpar.data_parallel import sharding
@@ -133,6 +134,23 @@ class Branching(nets.Classifier):
         super().__init__(network, nets.adamw)
 
 
+class Recomputing(nn.Module):
+    """Drops its activations by torch's own checkpointing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.body, x, use_reentrant=False)
+
+
+def recomputing() -> nets.Classifier:
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *(Recomputing() for _ in range(4)), *head)
+    return nets.Classifier(body, nets.adamw)
+
+
 def branching() -> nets.Classifier:
     return Branching()
 
@@ -166,6 +184,8 @@ STORIES = Stories(
         "finetuning zero=3": Story(FINETUNED, zero(3)),
         "accumulating zero=1": Story(case(Accumulating), zero(1)),
         "accumulating zero=3": Story(case(Accumulating), zero(3)),
+        "recomputing": Story(case(recomputing), zero(3)),
+        "recomputing over stages": Story(case(recomputing), zero(3, 2)),
         "synced": Story(own_layout(Case(statistics.norms, nets.images40, **statistics.SYNCED)), zero(3)),
     }
 )
