@@ -103,6 +103,7 @@ class Gathering:
         self._forward: _Graph | None = None
         self._backward: _Graph | None = None
         self._hooked: dict[int, tuple[Any, ...]] = {}
+        self._hooked_again: dict[int, tuple[Any, ...]] = {}
         self._programs: dict[int, tuple[Program, Program]] = {}
         self._is_tracing = False
         self.peak_bytes = 0
@@ -138,6 +139,8 @@ class Gathering:
         self._release(all_of_them=True)
         before, self._forward = self._forward, _Graph()
         self._hook(called)
+        if root is not None:
+            self._hook_again(root)
         covered = {id(parameter) for module in called for parameter in module.parameters()}
         # What is read as an attribute is there from the beginning to the end.
         around = self._units_of(
@@ -194,10 +197,11 @@ class Gathering:
 
     def forget(self) -> None:
         """The run has ended."""
-        for *handles, _ in self._hooked.values():
+        for *handles, _ in (*self._hooked.values(), *self._hooked_again.values()):
             for handle in handles:
                 handle.remove()
         self._hooked.clear()
+        self._hooked_again.clear()
         self._programs.clear()
 
     # ---- forward ---------------------------------------------------------------------------------------------------
@@ -209,9 +213,12 @@ class Gathering:
                     before = part.register_forward_pre_hook(self._enter, prepend=True)
                     after = part.register_forward_hook(self._leave, always_call=True)
                     self._hooked[id(part)] = before, after, part
-                    for inner in part.modules():
-                        again = inner.register_forward_pre_hook(self._enter_again, prepend=True)
-                        self._hooked.setdefault(-id(inner), (again, inner))
+
+    def _hook_again(self, root: nn.Module) -> None:
+        for module in root.modules():
+            if id(module) not in self._hooked_again:
+                again = module.register_forward_pre_hook(self._enter_again, prepend=True)
+                self._hooked_again[id(module)] = again, module
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self._forward is not None:
