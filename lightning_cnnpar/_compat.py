@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -211,6 +212,37 @@ def take_over_samplers(trainer: Any) -> bool:
 def give_back_samplers(trainer: Any, wanted: bool) -> None:
     """Undo `take_over_samplers` (Lightning 2.6)."""
     trainer._accelerator_connector.use_distributed_sampler = wanted
+
+
+def is_between_steps(trainer: Any, batch_idx: int) -> bool:
+    """Whether the optimizer has stepped after this batch, so that no gradients wait, and more batches follow (2.6)."""
+    if trainer.is_last_batch:
+        return False
+    automatic = trainer.lightning_module.automatic_optimization
+    return not automatic or (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+
+
+def ignore_signals(trainer: Any, numbers: Sequence[int]) -> None:
+    """Ignore signals from now on, also after Lightning gives handlers back at its end (2.6)."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+        trainer._signal_connector._original_handlers[signal.Signals(number)] = signal.SIG_IGN
+
+
+def preemption_path(trainer: Any) -> str:
+    """Where a checkpoint goes that the next start should find (2.6).
+
+    `last.ckpt` beside those of the first `ModelCheckpoint`, for `ckpt_path="last"`; without one, and under SLURM, the
+    file that Lightning takes for `ckpt_path="hpc"`.
+    """
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+    callback = next((c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)), None)
+    if callback is None or callback.dirpath is None or SLURMEnvironment.detect():
+        return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+    # Joined as text: it may be a URL.
+    return f"{callback.dirpath}/{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
 
 
 def optimizers_to_device(optimizers: Any, device: torch.device) -> None:

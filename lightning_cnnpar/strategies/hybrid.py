@@ -45,8 +45,9 @@ from lightning_cnnpar.data_parallel.sync_batchnorm import (
 )
 from lightning_cnnpar.launchers.launch import make_launcher
 from lightning_cnnpar.launchers.pinning import announce, bind_rank
+from lightning_cnnpar.launchers.preempted import Preempted
 from lightning_cnnpar.launchers.watch import FailureWatch
-from lightning_cnnpar.mesh import DEFAULT_TIMEOUT, Coordinates, create_data_group, create_mesh
+from lightning_cnnpar.mesh import DEFAULT_TIMEOUT, Coordinates, create_data_group, create_mesh, create_world_group
 from lightning_cnnpar.metrics import TimeSplit
 from lightning_cnnpar.mirror import share_randomness
 from lightning_cnnpar.partition.ownership import canonical_names, named_tensors
@@ -62,7 +63,7 @@ from lightning_cnnpar.strategies.compression_log import CompressionLog
 from lightning_cnnpar.strategies.fitting import smallest_fitting_pipeline
 from lightning_cnnpar.strategies.loaders import distribute_loader
 from lightning_cnnpar.strategies.networks import Networks
-from lightning_cnnpar.strategies.save_requests import SaveRequests
+from lightning_cnnpar.strategies.preemption import Preemption
 from lightning_cnnpar.strategies.step_times import StepTimes
 from lightning_cnnpar.strategies.whole_weights import WholeWeights, module_copies, modules_of_callbacks
 
@@ -338,8 +339,10 @@ class HybridStrategy(CheckpointStrategy):
             if self._compression is not None:
                 trainer.callbacks.append(CompressionLog(self._compression.engine))
         if fitting and self.mesh.pipeline_size > 1:
-            requests = SaveRequests(lambda noted: self.reduce_boolean_decision(noted, all=False))
-            trainer.callbacks[:0] = [WholeWeights(self._networks.make_whole), requests]
+            trainer.callbacks[:0] = [WholeWeights(self._networks.make_whole)]
+        if fitting:
+            # Behind the user's callbacks: at the end of a batch, all of them have seen it.
+            trainer.callbacks.append(Preemption(create_world_group(self.mesh), self.describe_rank(self.local_rank)))
 
     def _plain_optimizers(self) -> list[torch.optim.Optimizer]:
         return list(self.optimizers)
@@ -479,6 +482,9 @@ class HybridStrategy(CheckpointStrategy):
         """Tell the other ranks, or learn which one failed first."""
         if self._watch is None:
             return
+        if isinstance(exception, Preempted):
+            self._watch.close()
+            return
         first = self._watch.report(exception)
         if first is None:
             exception.add_note(f"It was raised on {self.describe_rank(self.local_rank)}.")
@@ -496,7 +502,7 @@ class HybridStrategy(CheckpointStrategy):
             else:
                 self._networks.abandon()
         if trainer is not None:
-            ours = (WholeWeights, SaveRequests, StepTimes, CompressionLog)
+            ours = (WholeWeights, Preemption, StepTimes, CompressionLog)
             trainer.callbacks[:] = [callback for callback in trainer.callbacks if not isinstance(callback, ours)]
             _compat.give_back_samplers(trainer, self._use_sampler)
         if self.lightning_module is not None and self._layer_sync is not None:
