@@ -1,6 +1,6 @@
 """A user's script that gets a signal in the midst of training, started by `test_preemption.py`.
 
-python -m tests.distributed.preempted METHOD DEVICES FOLDER [--signal NAME@RANK@BATCH] [--options ...]
+python -m tests.distributed.preempted METHOD DEVICES FOLDER [--wanted NAME@RANK@BATCH] [--options ...]
 """
 
 import argparse
@@ -27,7 +27,7 @@ class Signalled(nets.Classifier):
         super().__init__(nets.plain())
         self.name, self.where, self.at = (wanted or "SIGTERM@-1@-1").split("@")
 
-    def on_fit_start(self) -> None:
+    def on_train_start(self) -> None:
         print(f"rank {self.global_rank} has pid {os.getpid()}, starts at step {self.global_step}", flush=True)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("method")
     parser.add_argument("devices", type=int)
     parser.add_argument("folder")
-    parser.add_argument("--signal")
+    parser.add_argument("--wanted")
     parser.add_argument("--options", default="{}")
     arguments = parser.parse_args()
     torch.manual_seed(1)
@@ -61,11 +61,11 @@ def main() -> None:
         enable_model_summary=False,
         precision="64-true",
     )
-    module = Signalled(arguments.signal)
+    module = Signalled(arguments.wanted)
     trainer.fit(module, DataLoader(nets.Images(96), 8), ckpt_path="last")
     if trainer.is_global_zero:
         print(f"weight sum {sum(float(p.detach().sum()) for p in module.parameters()):.5f}", flush=True)
-        print(f"ended at step {trainer.global_step}", flush=True)
+        print(f"ended at epoch {trainer.current_epoch}", flush=True)
 
 
 if __name__ == "__main__":
