@@ -7,7 +7,9 @@ import contextlib
 import copy
 import functools
 import itertools
+import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -183,7 +185,31 @@ def start_process_group(strategy: Any, timeout: Any) -> None:
         return
     device = strategy.root_device
     backend = strategy.process_group_backend or _get_default_process_group_backend_for_device(device)
-    _init_dist_connection(environment, backend, timeout=timeout, device_id=device if device.type != "cpu" else None)
+    more: dict[str, Any] = {"timeout": timeout, "device_id": device if device.type != "cpu" else None}
+    if strategy.num_nodes == 1 and _meets_on_loopback(environment) and not dist.is_initialized():
+        more["store"] = _loopback_store(environment, timeout)
+        if any(name == "lo" for _, name in socket.if_nameindex()):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    _init_dist_connection(environment, backend, **more)
+
+
+def _meets_on_loopback(environment: Any) -> bool:
+    # torchrun serves a store of its own.
+    return environment.main_address in ("127.0.0.1", "localhost") and "TORCHELASTIC_RUN_ID" not in os.environ
+
+
+def _loopback_store(environment: Any, timeout: Any) -> Any:
+    """The store that ranks of one machine meet at; torch's own would listen on all interfaces (torch 2.14)."""
+    address, port, size = "127.0.0.1", environment.main_port, environment.world_size()
+    if environment.global_rank() != 0:
+        return dist.TCPStore(address, port, size, False, timeout, wait_for_workers=False)
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((address, port))
+    listener.listen(4096)
+    return dist.TCPStore(
+        address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+    )
 
 
 def next_run_number() -> int:
