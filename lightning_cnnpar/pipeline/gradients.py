@@ -60,10 +60,11 @@ class GradientInbox:
 
     Args:
         link: Connections to the other ranks.
-        incoming: For each other rank the parcels whose gradients it sends, in order, without those that have none.
-        metas: Descriptions of the values of a parcel that require a gradient.
+        incoming: For each other rank the parcels whose gradients it sends, in order.
+        metas: Descriptions of the values of a parcel that require a gradient; empty if nothing comes back.
         device: Where stages compute.
         wire_dtype: As the senders have it.
+        ahead: Whether gradients may be received before they are asked for.
     """
 
     def __init__(
@@ -74,16 +75,21 @@ class GradientInbox:
         *,
         device: torch.device,
         wire_dtype: torch.dtype | None = None,
+        ahead: bool = True,
     ) -> None:
         self._link, self._metas, self._device, self._wire_dtype = link, metas, device, wire_dtype
+        self._ahead = ahead
         self._queues = {source: deque(parcels) for source, parcels in incoming.items()}
         self._headers: dict[tuple[int, int], Callable[[], Header]] = {}
         self._complete: dict[tuple[int, int], bool] = {}
         self._arrivals: dict[tuple[int, int, int], list[Arrival | None]] = {}
+
+    def expect_headers(self) -> None:
+        """Be ready for the first header of each bundle, where it is certain that one comes."""
         for source, queue in self._queues.items():
             for bundle, _ in queue:
                 if (bundle.stage, source) not in self._headers:
-                    self._headers[bundle.stage, source] = link.expect_header(source, tag=_back(bundle))
+                    self._headers[bundle.stage, source] = self._link.expect_header(source, tag=_back(bundle))
 
     def gradients(self, bundle: Bundle, microbatch: int) -> list[Tensor | None]:
         """The gradients of a parcel that this rank sent, once they are here."""
@@ -96,15 +102,21 @@ class GradientInbox:
         """Post receives up to the next one that waits for a header."""
         queue = self._queues[source]
         first = True
-        while queue and (first or self._complete.get((queue[0][0].stage, source), False)):
+        while queue and (first or self._may_post(source)):
             first = False
             bundle, microbatch = queue.popleft()
-            present = self._present(bundle, source)
             metas = self._metas(bundle, microbatch)
+            if not metas:
+                continue
+            present = self._present(bundle, source)
             self._arrivals[bundle.stage, source, microbatch] = [
                 self._post(bundle, meta) if present is None or present[position] else None
                 for position, meta in enumerate(metas)
             ]
+
+    def _may_post(self, source: int) -> bool:
+        bundle, _ = self._queues[source][0]
+        return self._ahead and self._complete.get((bundle.stage, source), False)
 
     def _present(self, bundle: Bundle, source: int) -> list[bool] | None:
         """Which values have a gradient; `None` for all."""
