@@ -107,7 +107,8 @@ class Outbox:
         for position, (tensor, meta) in enumerate(zip(tensors, metas, strict=True)):
             if tensor is not None:
                 dtype = wire_type(meta, self._wire_dtype) if position < len(bundle.values) else meta.dtype
-                self._link.send(wire.flat(tensor, meta, dtype), bundle.destination, tag=bundle.stage)
+                key = ("F", bundle.stage, bundle.destination, microbatch)
+                self._link.send(wire.flat(tensor, meta, dtype), bundle.destination, tag=bundle.stage, key=key)
 
 
 Place = Callable[[int, int, Meta], tuple[Tensor, Tensor] | None]

@@ -247,7 +247,7 @@ class Executor(ABC):
             metas = self._received_metas[bundle, m]
             if metas:
                 leaves = [self._received[name, m] for name in metas]
-                outbox.send(bundle, list(metas.values()), [take_gradient(leaf) for leaf in leaves])
+                outbox.send(bundle, m, list(metas.values()), [take_gradient(leaf) for leaf in leaves])
             if not keep:
                 for name in bundle.values:
                     del self._received[name, m]

@@ -29,7 +29,10 @@ from lightning_cnnpar.pipeline.microbatch import find_batch, split_sizes
 from lightning_cnnpar.pipeline.outputs import UnbatchedOutputError
 from lightning_cnnpar.pipeline.randomness import StageStreams, global_states, set_global_states
 from lightning_cnnpar.pipeline.routes import Routes, plan_routes
-from lightning_cnnpar.pipeline.schedules import gpipe
+from lightning_cnnpar.pipeline.schedules import Action, Actions, StepSchedule, Table, gpipe, step_tables
+from lightning_cnnpar.pipeline.settling import SendKey, settled_before
+from lightning_cnnpar.pipeline.stepping import NetworkStep
+from lightning_cnnpar.pipeline.steps import StepRun
 from lightning_cnnpar.pipeline.transport import Identity, Link
 
 # Sizes of the microbatches of a batch that is not cut, whatever it holds.
@@ -53,6 +56,9 @@ class GradientSync(Protocol):
         """Whether gradients that are accumulated from now on are the last ones of their parameters."""
 
 
+_StepRoutes = tuple[tuple[Actions, ...], Routes, Mapping[Action, Sequence[SendKey]]]
+
+
 @dataclasses.dataclass(kw_only=True)
 class _Prepared:
     """What is worked out once for a program."""
@@ -60,6 +66,7 @@ class _Prepared:
     program: Program
     batch_norms: Sequence[nn.Module]
     routes: dict[int, Routes] = dataclasses.field(default_factory=dict)
+    step_routes: dict[tuple[StepSchedule, int], _StepRoutes] = dataclasses.field(default_factory=dict)
     readers: Mapping[int, Set[int]]
     whole: bool = False
 
@@ -89,6 +96,7 @@ class PipelineNetwork:
         wire_dtype: Narrower type for floating-point values between stages.
         deferred_batch_norm: Update running statistics once per call, as from the whole batch.
         device: Where stages compute; where the first parameter is, by default.
+        activation_checkpointing: Which microbatches compute their activations again: "never", "except_last", "always".
     """
 
     def __init__(
@@ -103,6 +111,7 @@ class PipelineNetwork:
         wire_dtype: torch.dtype | None = None,
         deferred_batch_norm: bool = True,
         device: torch.device | None = None,
+        activation_checkpointing: str = "never",
     ) -> None:
         self.num_microbatches = num_microbatches
         self.name = name
@@ -120,19 +129,21 @@ class PipelineNetwork:
                 streams=self.streams,
                 device=device,
                 wire_dtype=wire_dtype,
+                activation_checkpointing=activation_checkpointing,
             )
         self._prepared: dict[int, _Prepared] = {}
         self._calls = 0
         self._outstanding: weakref.WeakSet[Run] = weakref.WeakSet()
         self._told: set[str] = set()
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, label: str) -> Any:
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, label: str, whole: bool = False) -> Any:
         """Run the network. Every rank of the replica calls this, with the same inputs and in the same order.
 
         Args:
             args: Positional arguments of the network's forward.
             kwargs: Its keyword arguments.
             label: Where the user's code is, as in "training_step, batch 3".
+            whole: Leave the batch uncut: it is a microbatch already.
 
         Returns:
             What the network's own forward would return, on every rank.
@@ -143,7 +154,7 @@ class PipelineNetwork:
         """
         leaves, spec = tree.flatten((args, kwargs))
         prepared = self._prepare(self._partitioner.program(args, kwargs))
-        batch_size, sizes = self._cut(leaves, spec, prepared)
+        batch_size, sizes = (1, _WHOLE) if whole else self._cut(leaves, spec, prepared)
         before = self._randomness() if len(sizes) > 1 else None
         try:
             outputs = self._run(self._call(prepared, leaves, batch_size, sizes, label))
@@ -154,6 +165,63 @@ class PipelineNetwork:
             self._tell(f"{unbatched}; only outputs with one entry per sample can be joined")
             outputs = self._run(self._call(prepared, leaves, batch_size, _WHOLE, label))
         return prepared.program.assemble(outputs, leaves)
+
+    def open_step(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        label: str,
+        schedule: StepSchedule,
+        sizes: tuple[int, ...],
+    ) -> NetworkStep:
+        """Begin a step that calls the network once for each microbatch. Every rank of the replica does this.
+
+        Args:
+            args: Positional arguments of the call with the first microbatch.
+            kwargs: Its keyword arguments.
+            label: Where the user's code is.
+            schedule: In which order stages run.
+            sizes: Samples in each microbatch.
+        """
+        assert self._site is not None
+        site = self._site
+        prepared = self._prepare(self._partitioner.program(args, kwargs))
+        program = prepared.program
+        self._calls += 1
+        tables, routes, settled = self._step_routes(prepared, schedule, len(sizes))
+        run = StepRun(
+            site=site,
+            identity=self._identify(label, sizes),
+            num_outputs=program.num_outputs,
+            routes=routes,
+            table=tables[self._mesh.pipeline_rank],
+            settled=settled,
+            sizes=sizes,
+        )
+
+        def share(index: int, gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
+            readers = prepared.readers.get(index, frozenset())
+            with torch.no_grad(), site.link.guarded("share gradients of the network's inputs with"):
+                return share_gradient(gradient, leaf, readers, self._mesh)
+
+        return NetworkStep(
+            run=run,
+            program=program,
+            find_program=self._partitioner.program,
+            statistics=DeferredStatistics(prepared.batch_norms if self._deferred else (), len(sizes)),
+            share=share,
+        )
+
+    def _step_routes(self, prepared: _Prepared, schedule: StepSchedule, num_microbatches: int) -> _StepRoutes:
+        key = (schedule, num_microbatches)
+        if key not in prepared.step_routes:
+            program, rank, size = prepared.program, self._mesh.pipeline_rank, self._mesh.pipeline_size
+            ranks = [stage.rank for stage in program.stages]
+            tables = step_tables(schedule, ranks, size, num_microbatches)
+            routes = plan_routes(program, rank, size, lambda other: _two_parts(tables[other]))
+            prepared.step_routes[key] = tables, routes, settled_before(program, tables, rank)
+        return prepared.step_routes[key]
 
     @property
     def seconds_waited(self) -> float:
@@ -333,6 +401,14 @@ class PipelineNetwork:
                 share_gradient(run.input_gradient(i), leaf, call.prepared.readers.get(i, frozenset()), self._mesh)
                 for i, leaf in inputs.items()
             ]
+
+
+def _two_parts(table: Actions) -> Table:
+    """The order of what goes there, and the order of what comes back."""
+    return Table(
+        forward=tuple(action for action in table if action.kind == "F"),
+        backward=tuple(action for action in table if action.kind in ("B", "I")),
+    )
 
 
 def _device_of(root: nn.Module) -> torch.device:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from lightning_cnnpar import _compat
 from lightning_cnnpar.compression import CompressionEngine, CompressionPolicy, choose_compressor
 from lightning_cnnpar.config import (
+    STEP_SCHEDULES,
     Balance,
     ConfigurationError,
     HybridOptions,
@@ -60,7 +61,9 @@ from lightning_cnnpar.strategies.collectives import (
 )
 from lightning_cnnpar.strategies.compression_log import CompressionLog
 from lightning_cnnpar.strategies.fitting import smallest_fitting_pipeline
+from lightning_cnnpar.strategies.held_gradients import HeldGradients
 from lightning_cnnpar.strategies.loaders import distribute_loader
+from lightning_cnnpar.strategies.microbatch_steps import MicrobatchSteps
 from lightning_cnnpar.strategies.networks import Networks
 from lightning_cnnpar.strategies.save_requests import SaveRequests
 from lightning_cnnpar.strategies.step_times import StepTimes
@@ -161,6 +164,8 @@ class HybridStrategy(CheckpointStrategy):
         self._compression: CompressedReduce | None = None
         self._use_sampler = True
         self._times: StepTimes | None = None
+        self._steps: MicrobatchSteps | None = None
+        self._held: HeldGradients | None = None
 
     @property
     def plan(self) -> ParallelPlan:
@@ -196,6 +201,12 @@ class HybridStrategy(CheckpointStrategy):
     def check_before_launch(self) -> None:
         """Refuse what can be seen to fail before processes start; the launcher calls this."""
         module = self.lightning_module
+        if module is not None and self.options.schedule in STEP_SCHEDULES and not module.automatic_optimization:
+            raise ConfigurationError(
+                f"schedule={self.options.schedule!r} runs the step once for each microbatch, but"
+                f" {type(module).__name__} steps its optimizers itself (automatic_optimization=False). Use"
+                " schedule='gpipe', which runs the step once."
+            )
         pipeline_size, _ = self._check_sizes()
         if module is None or pipeline_size == 1:
             return
@@ -332,6 +343,7 @@ class HybridStrategy(CheckpointStrategy):
             hook=self._compression,
         )
         self._networks.install(reduce_gradients=fitting)
+        self._steps = self._networks.steps = self._microbatch_steps(self._networks) if fitting else None
         if fitting and self.mesh.world_size > 1:
             self._times = StepTimes(self._networks.waits)
             trainer.callbacks.append(self._times)
@@ -340,6 +352,21 @@ class HybridStrategy(CheckpointStrategy):
         if fitting and self.mesh.pipeline_size > 1:
             requests = SaveRequests(lambda noted: self.reduce_boolean_decision(noted, all=False))
             trainer.callbacks[:0] = [WholeWeights(self._networks.make_whole), requests]
+
+    def _microbatch_steps(self, networks: Networks) -> MicrobatchSteps | None:
+        schedule = self.options.schedule
+        if schedule not in STEP_SCHEDULES or self.num_microbatches == 1:
+            return None
+        return MicrobatchSteps(
+            self.lightning_module,
+            networks,
+            schedule=schedule,  # type: ignore[arg-type]
+            num_microbatches=self.num_microbatches,
+            device=self.root_device,
+            deferred_batch_norm=self.options.deferred_batch_norm,
+            backward=self._microbatch_backward,
+            warn=rank_zero_warn,
+        )
 
     def _plain_optimizers(self) -> list[torch.optim.Optimizer]:
         return list(self.optimizers)
@@ -390,8 +417,18 @@ class HybridStrategy(CheckpointStrategy):
         """Run the user's training step on this rank."""
         if self._networks is not None:
             self._networks.reset_step()
+        self._held = None
         with self._in_step("training_step", args):
-            return super().training_step(*args, **kwargs)
+            steps, trainer = self._steps, getattr(self.lightning_module, "_trainer", None)
+            if steps is None or trainer is None or not _compat.backward_follows(trainer):
+                return super().training_step(*args, **kwargs)
+            batch, *rest = args or tuple(kwargs.values())
+            cut = steps.cut(batch)
+            if len(cut.parts) == 1:
+                return super().training_step(*args, **kwargs)
+            self._held = HeldGradients(self.lightning_module, zeroed=_compat.zero_grad_follows(trainer))
+            with self._held.collecting():
+                return steps.run(cut, lambda part: super(HybridStrategy, self).training_step(part, *rest))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's validation step on this rank."""
@@ -419,7 +456,26 @@ class HybridStrategy(CheckpointStrategy):
         if self._networks is not None and kwargs.get("inputs") is not None:
             inputs = kwargs["inputs"]
             self._networks.refuse_chosen_inputs([inputs] if isinstance(inputs, Tensor) else inputs)
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
+        if self._held is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        # The microbatches' losses have run backward already.
+        assert self.lightning_module is not None
+        held, self._held = self._held, None
+        loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        held.give_back()
+        return self.precision_plugin.post_backward(loss, self.lightning_module)
+
+    def _microbatch_backward(self, loss: Tensor, keep: bool) -> None:
+        """Run a microbatch's share of the loss backward."""
+        module = self.lightning_module
+        assert module is not None
+        loss = loss / module.trainer.accumulate_grad_batches
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        loss = loss if scaler is None else scaler.scale(loss)
+        if keep:
+            module.backward(loss, retain_graph=True)
+        else:
+            module.backward(loss)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Be ready to reduce gradients."""
@@ -515,7 +571,7 @@ class HybridStrategy(CheckpointStrategy):
     def __getstate__(self) -> dict[str, Any]:
         # Process groups and threads belong to this process; a copy starts without them.
         state = super().__getstate__()
-        state.update(_mesh=None, _networks=None, _watch=None, _times=None, _compression=None)
+        state.update(_mesh=None, _networks=None, _watch=None, _times=None, _compression=None, _steps=None, _held=None)
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HybridStrategy":
