@@ -103,6 +103,10 @@ class Executor(ABC):
     def _input(self, index: int, microbatch: int) -> Any:
         """A leaf of the network's input, of one microbatch."""
 
+    def _mode(self, action: Action) -> contextlib.AbstractContextManager[Any]:
+        """What the forward of a stage runs in, also when it is computed again."""
+        return contextlib.nullcontext()
+
     # --- forward
 
     def _forward(self, action: Action) -> None:
@@ -110,16 +114,19 @@ class Executor(ABC):
         inputs = [self._input(index, m) for index in stage.inputs]
         received = [self._value(name, m) for name in stage.receives]
         recomputation = self._recomputation(action)
-        root, streams = self._site.root, self._site.streams
+        root, streams, mode = self._site.root, self._site.streams, self._mode(action)
+
+        def run() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+            with mode:
+                return stage(root, inputs, received)
+
         with self._told_where(action):
             before = streams.state(stage.index)
             with streams.drawing(stage.index):
                 if recomputation is None:
-                    sent, outputs = stage(root, inputs, received)
+                    sent, outputs = run()
                 else:
-                    sent, outputs = recomputation.run(
-                        lambda: stage(root, inputs, received), lambda: streams.replaying(before)
-                    )
+                    sent, outputs = recomputation.run(run, lambda: streams.replaying(before))
         self._send(stage, m, sent, outputs)
         for name, value in zip(stage.sends, sent, strict=True):
             if name in self._routes.local:

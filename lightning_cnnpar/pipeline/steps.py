@@ -8,6 +8,7 @@
 The order of actions is that of the table; who drives it runs the user's code in between.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -96,12 +97,7 @@ class StepRun(Executor):
     def forward(self, action: Action) -> None:
         """Run a forward action."""
         self._begin(action)
-        if self._splits:
-            weights = self._weights[action.stage, action.microbatch] = WeightGradients()
-            with weights:
-                self._forward(action)
-        else:
-            self._forward(action)
+        self._forward(action)
         self._in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self._in_flight)
 
@@ -150,6 +146,12 @@ class StepRun(Executor):
         self._site.link.enter(self.identity)
         for key in self._settled[action]:
             self._site.link.settle(key)
+
+    def _mode(self, action: Action) -> contextlib.AbstractContextManager[Any]:
+        if not self._splits:
+            return contextlib.nullcontext()
+        weights = self._weights[action.stage, action.microbatch] = WeightGradients()
+        return weights
 
     def _outputs_of(self, microbatch: int) -> JoinedOutputs:
         return self._outputs[microbatch]
