@@ -1,4 +1,4 @@
-"""What of a thread's state changes the numbers that a forward gives: autocast and grad mode."""
+"""What of the process's state changes the numbers that code gives: autocast, grad mode, the default type."""
 
 import contextlib
 import dataclasses
@@ -9,15 +9,17 @@ import torch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ambient:
-    """Autocast and grad mode at one moment.
+    """Autocast, grad mode and default type at one moment.
 
     Attributes:
         grad: Whether gradients are recorded.
+        dtype: Type of new floating-point tensors.
         autocast: By device type: whether it is on, and to which type it casts.
         caches: Whether casts of weights are remembered within a region.
     """
 
     grad: bool
+    dtype: torch.dtype
     autocast: Mapping[str, tuple[bool, torch.dtype]]
     caches: bool
 
@@ -27,6 +29,7 @@ class Ambient:
         types = dict.fromkeys(("cpu", device.type))
         return cls(
             grad=torch.is_grad_enabled(),
+            dtype=torch.get_default_dtype(),
             autocast={kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types},
             caches=torch.is_autocast_cache_enabled(),
         )
@@ -34,6 +37,7 @@ class Ambient:
     def apply(self) -> None:
         """Make it the present state."""
         torch.set_grad_enabled(self.grad)
+        torch.set_default_dtype(self.dtype)
         for kind, (enabled, dtype) in self.autocast.items():
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
@@ -46,4 +50,6 @@ class Ambient:
             for kind, (enabled, dtype) in self.autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.caches))
             stack.enter_context(torch.set_grad_enabled(self.grad))
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self.dtype)
             yield

@@ -35,6 +35,8 @@ from lightning_cnnpar.pipeline.stepping import NetworkStep
 from lightning_cnnpar.pipeline.steps import StepRun
 from lightning_cnnpar.pipeline.transport import Identity, Link
 
+# Of calls that are under way while other calls of the step begin and end.
+_STEP_CHANNEL = 1
 # Sizes of the microbatches of a batch that is not cut, whatever it holds.
 _WHOLE = (1,)
 
@@ -192,7 +194,7 @@ class PipelineNetwork:
         tables, routes, settled = self._step_routes(prepared, schedule, len(sizes))
         run = StepRun(
             site=site,
-            identity=self._identify(label, sizes),
+            identity=self._identify(label, sizes, _STEP_CHANNEL),
             num_outputs=program.num_outputs,
             routes=routes,
             table=tables[self._mesh.pipeline_rank],
@@ -290,12 +292,12 @@ class PipelineNetwork:
             list(inputs.values()),
         )
 
-    def _identify(self, label: str, sizes: tuple[int, ...]) -> Identity:
+    def _identify(self, label: str, sizes: tuple[int, ...], channel: int = 0) -> Identity:
         grad = "inference" if torch.is_inference_mode_enabled() else "grad" if torch.is_grad_enabled() else "no_grad"
         mode = "train" if self._root.training else "eval"
         batch = "the batch whole" if sizes == _WHOLE else f"{sum(sizes)} samples in {len(sizes)} microbatches"
         facts = f"{mode}, {grad}, {batch}"
-        return Identity(network=self.name, label=label, counter=self._calls, facts=facts)
+        return Identity(network=self.name, label=label, counter=self._calls, facts=facts, channel=channel)
 
     def _routes(self, prepared: _Prepared, num_microbatches: int) -> Routes:
         if num_microbatches not in prepared.routes:

@@ -32,6 +32,7 @@ _TEXT_BYTES = 224
 _HEADER_BYTES = _NUMBERS.size + _TEXT_BYTES
 # Tags of the control group: beyond those that other code would choose by hand.
 _HEADER_TAG, _BODY_TAG, _DATA_TAG = 1 << 20, 1 << 21, 1 << 22
+_CHANNEL_TAG = 1 << 17
 BACK_TAG = 1 << 16
 """Added to the tag of what goes back: headers and blocks of the two ways are told apart, also with virtual stages."""
 
@@ -40,8 +41,8 @@ _FOREIGN_TO_NCCL = frozenset(
     {torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2}
 )
 
-_Lanes = dict[tuple[int, int, bool], dist.ProcessGroup]
-_lanes: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Lanes]" = weakref.WeakKeyDictionary()
+_Lanes = dict[tuple[int, int], dist.ProcessGroup]
+_lanes: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, _Lanes]]" = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,12 +54,15 @@ class Identity:
         label: Where the user's code is, as in "training_step, batch 3".
         counter: Number of the call.
         facts: What else has to be the same: training flag, grad mode, microbatches.
+        channel: Calls of one channel follow each other; those of different ones may be under way at the same time, and
+            their messages never meet.
     """
 
     network: str
     label: str
     counter: int
     facts: str
+    channel: int = 0
 
     @property
     def text(self) -> str:
@@ -144,7 +148,7 @@ class Link:
         if block.numel():
             route = self._route(block, self._rank, peer, tag)
             wire = block if route.takes(block) else block.cpu()
-            work = route.group.send([route.view(wire)], route.index, _DATA_TAG + tag)
+            work = route.group.send([route.view(wire)], route.index, _DATA_TAG + self._own(tag))
             sent = _Sent(work, wire, peer, route.timeout)
             (self._pending if key is None else self._kept.setdefault(key, [])).append(sent)
 
@@ -154,7 +158,7 @@ class Link:
             return Receipt(None, block, block)
         route = self._route(block, peer, self._rank, tag)
         wire = block if route.takes(block) else torch.empty_like(block, device="cpu")
-        work = route.group.recv([route.view(wire)], route.index, _DATA_TAG + tag)
+        work = route.group.recv([route.view(wire)], route.index, _DATA_TAG + self._own(tag))
         return Receipt(lambda: self._wait(work, peer, "receive from", route.timeout), wire, block)
 
     def flush(self) -> None:
@@ -185,19 +189,23 @@ class Link:
         body = b"" if header.body is None else pickle.dumps(header.body)
         numbers = _NUMBERS.pack(self._identity.counter, self._identity.digest, header.number, len(body))
         text = self._identity.text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
-        self._send_bytes(numbers + text, peer, _HEADER_TAG + tag)
+        self._send_bytes(numbers + text, peer, _HEADER_TAG + self._own(tag))
         if body:
-            self._send_bytes(body, peer, _BODY_TAG + tag)
+            self._send_bytes(body, peer, _BODY_TAG + self._own(tag))
 
     def expect_header(self, peer: int, *, tag: int) -> Callable[[], Header]:
         """Be ready for a header from one rank; the function that is returned waits for it.
 
         It raises `CollectiveMismatchError` if the other rank is in another call than this one.
         """
-        receive = self._receive_bytes(_HEADER_BYTES, peer, _HEADER_TAG + tag)
-        return lambda: self._read(receive(), peer, tag)
+        own = self._own(tag)
+        receive = self._receive_bytes(_HEADER_BYTES, peer, _HEADER_TAG + own)
+        return lambda: self._read(receive(), peer, own)
 
     # --- inside
+
+    def _own(self, tag: int) -> int:
+        return self._identity.channel * _CHANNEL_TAG + tag
 
     def _send_bytes(self, data: bytes, peer: int, tag: int) -> None:
         message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -242,8 +250,8 @@ class Link:
             return _Route(self._mesh.pipeline_group, peer, self._mesh.timeout)
         if block.device.type == "cpu":
             return _Route(self._control, peer, self._mesh.timeout)
-        lane = _lanes_of(self._mesh, self._device)[source, destination, tag >= BACK_TAG]
-        return _Route(lane, int(peer > self._rank), None)
+        way = 2 * self._identity.channel + (tag >= BACK_TAG)
+        return _Route(_lanes_of(self._mesh, self._device, way)[source, destination], int(peer > self._rank), None)
 
     def _mismatch(self, theirs: str, peer: int) -> CollectiveMismatchError:
         return CollectiveMismatchError(
@@ -286,23 +294,30 @@ class _Route:
         return block.view(torch.uint8) if block.dtype in _FOREIGN_TO_NCCL else block
 
 
-def _lanes_of(mesh: Mesh, device: torch.device) -> _Lanes:
-    """Two communicators for each direction of each pair of ranks in a replica, made by all of them at the first use."""
+def _lanes_of(mesh: Mesh, device: torch.device, way: int) -> _Lanes:
+    """A communicator for each direction of each pair of ranks in a replica, made by all of them at the first use.
+
+    Args:
+        mesh: The grid.
+        device: Where blocks are.
+        way: What the lanes are for; each way has its own.
+    """
     assert mesh.pipeline_group is not None
-    if mesh.pipeline_group not in _lanes:
+    ways = _lanes.setdefault(mesh.pipeline_group, {})
+    if way not in ways:
         lanes: _Lanes = {}
-        for pair, back in itertools.product(itertools.permutations(range(mesh.pipeline_size), 2), (False, True)):
+        for pair in itertools.permutations(range(mesh.pipeline_size), 2):
             if mesh.pipeline_rank not in pair:
                 continue
             ranks = [mesh.global_rank(rank) for rank in pair]
             group = dist.new_group(ranks, timeout=mesh.timeout, backend="nccl", use_local_synchronization=True)
             assert isinstance(group, dist.ProcessGroup)
-            lanes[(*pair, back)] = group
+            lanes[pair] = group
             # Communicators connect at their first message, which takes both ends. Now is when both are here.
             probe, index = torch.zeros(1, device=device), int(sum(pair) - mesh.pipeline_rank > mesh.pipeline_rank)
             (group.send if mesh.pipeline_rank == pair[0] else group.recv)([probe], index, 0).wait()
-        _lanes[mesh.pipeline_group] = lanes
-    return _lanes[mesh.pipeline_group]
+        ways[way] = lanes
+    return ways[way]
 
 
 def _is_nccl(mesh: Mesh, device: torch.device) -> bool:
