@@ -46,8 +46,9 @@ class WeightGradients(TorchFunctionMode):
         make = _LAYERS.get(func)
         if make is not None and torch.is_grad_enabled():
             split = make(*args, **(kwargs or {}))
-            if split is not None and _are_parameters(split.weight, split.bias):
-                return _Split.apply(self, split, split.input, split.weight, split.bias)
+            if split is not None and _are_parameters(split):
+                # To autograd the weight is a constant: its hooks would run on a backward that brings no gradient.
+                return _Split.apply(self, split, split.input, torch.empty(0, requires_grad=True))
         return func(*args, **(kwargs or {}))
 
     def defer(self, enabled: bool) -> None:
@@ -71,10 +72,10 @@ class WeightGradients(TorchFunctionMode):
                     # Through autograd, so that the parameter's hooks run, once.
                     torch.autograd.backward([parameter], [totals.pop(key)])
 
-    def _take(self, weights: _Weights) -> bool:
-        if self._defers:
-            self._waiting.append(weights)
-        return self._defers
+    def _take(self, weights: _Weights) -> None:
+        self._waiting.append(weights)
+        if not self._defers:
+            self.compute()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,59 +92,46 @@ class _Layer:
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, store: WeightGradients, layer: _Layer, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        kind = x.device.type
-        ctx.store, ctx.layer, ctx.bias = store, layer, bias
-        ctx.types = x.dtype, weight.dtype
-        own_weight = weight
+    def forward(ctx: Any, store: WeightGradients, layer: _Layer, x: Tensor, anchor: Tensor) -> Tensor:
+        kind, weight, bias = x.device.type, layer.weight.detach(), layer.bias
+        ctx.store, ctx.layer, ctx.type = store, layer, x.dtype
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-            x, own_weight = _cast(x, dtype), _cast(weight, dtype)
+            x, weight = _cast(x, dtype), _cast(weight, dtype)
             bias = None if bias is None else _cast(bias, dtype)
-        ctx.weight = weight
-        ctx.save_for_backward(x, own_weight)
+        ctx.save_for_backward(x, weight)
         with torch.autocast(kind, enabled=False):
-            return layer.forward(x, own_weight, bias)
+            return layer.forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        store, layer, bias = ctx.store, ctx.layer, ctx.bias
-        _, _, needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+        layer: _Layer = ctx.layer
         gradient = gradient.to(x.dtype)
-        input_type, weight_type = ctx.types
+        given = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+        parameters = tuple(parameter for parameter in given if parameter.requires_grad)
 
         def weights() -> list[Tensor]:
-            _, *both = layer.backward(gradient, x, weight, False, needs_weight, needs_bias)
-            return [each.to(weight_type) for each in both if each is not None]
+            needs_bias = layer.bias is not None and layer.bias.requires_grad
+            _, *both = layer.backward(gradient, x, weight, False, layer.weight.requires_grad, needs_bias)
+            found = [each for each in both if each is not None]
+            return [each.to(parameter.dtype) for each, parameter in zip(found, parameters, strict=True)]
 
-        wanted = ((ctx.weight, needs_weight), (bias, needs_bias))
-        parameters = tuple(parameter for parameter, needed in wanted if needed)
         of_input: Tensor | None = None
-        if needs_input:
+        if ctx.needs_input_grad[2]:
             of_input = layer.backward(gradient, x, weight, True, False, False)[0]
-            of_input = None if of_input is None else of_input.to(input_type)
-        if not parameters or store._take(_Weights(parameters, weights)):
-            return None, None, of_input, None, None
-        both = iter(weights())
-        return (
-            None,
-            None,
-            of_input,
-            next(both) if needs_weight else None,
-            next(both) if needs_bias else None,
-        )
+            of_input = None if of_input is None else of_input.to(ctx.type)
+        ctx.store._take(_Weights(parameters, weights))
+        return None, None, of_input, None
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
 
 
-def _are_parameters(weight: Tensor, bias: Tensor | None) -> bool:
-    given = [weight] if bias is None else [weight, bias]
-    return weight.requires_grad and all(tensor.is_leaf for tensor in given)
+def _are_parameters(layer: _Layer) -> bool:
+    given = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+    return layer.weight.requires_grad and all(tensor.is_leaf for tensor in given)
 
 
 # ---- the layers ------------------------------------------------------------------------------------------------------

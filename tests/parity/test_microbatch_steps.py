@@ -138,7 +138,10 @@ class TwoOutputs(nets.Classifier):
 EXACT = {
     "stem": (case(Stem, batch=8), layout(2, network="model")),
     "stem, three stages and replicas": (case(Stem, batch=8), layout(3, 1, "zero_bubble", 3, network="model")),
-    "stem, replicas": (case(Stem, batch=8, trainer={"gradient_clip_val": 0.1}), layout(2, 2, "1f1b", 2, network="model")),
+    "stem, replicas": (
+        case(Stem, batch=8, trainer={"gradient_clip_val": 0.1}),
+        layout(2, 2, "1f1b", 2, network="model"),
+    ),
     "detector": (
         Case(module=Detector, train=Boxes, batch=4, loaders=detection_loaders),
         layout(2, 1, "1f1b", 2),
