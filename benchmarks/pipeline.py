@@ -252,6 +252,7 @@ class StageModule(nn.Module):
         self.order = [self.stage.sends.index(name) for name in later]
 
     def forward(self, *values: Tensor) -> Any:
+        """Run the stage."""
         # The library sends strided values and gradients as they are, which its transport refuses.
         values = tuple(_Dense.apply(value) for value in values)
         taken = len(self.stage.inputs)

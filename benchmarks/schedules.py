@@ -14,6 +14,7 @@ in the threads of one process, with the same cut points.
 """
 
 import argparse
+import importlib.util
 import json
 import statistics
 from collections.abc import Callable
@@ -116,7 +117,9 @@ class Schedules(Contenders):
             self._peers[name] = RawSchedule(kind, self).step
         # One process runs both stages; it needs both cores.
         chainable = isinstance(self.network, ResNet)
-        self._torchgpipe = Torchgpipe(self).step if self.rank == 0 and chainable else None
+        installed = importlib.util.find_spec("torchgpipe") is not None
+        self._chainable = chainable and installed
+        self._torchgpipe = Torchgpipe(self).step if self.rank == 0 and self._chainable else None
 
     def run(self) -> dict[str, float]:
         """One round: seconds of a step."""
@@ -128,7 +131,7 @@ class Schedules(Contenders):
         for name, step in self._peers.items():
             found[name] = self.timed(lambda step=step: step(images, labels))  # type: ignore[misc]
         dist.barrier()
-        if isinstance(self.network, ResNet):
+        if self._chainable:
             found["torchgpipe"] = self._on_both_cores() if self._torchgpipe is not None else 0.0
             dist.barrier()
         return found

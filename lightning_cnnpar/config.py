@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "auto"]
 BalanceName = Literal["flops", "time", "memory", "parameters"]
-CheckpointingName = Literal["never", "except_last", "always"]
+CheckpointingName = Literal["never", "except_last", "always", "auto"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 Auto = Literal["auto"]
 NumaMode = Literal["node", "cores"]

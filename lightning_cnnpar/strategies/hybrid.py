@@ -13,6 +13,7 @@ From the Trainer's first line to its last:
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -60,12 +61,18 @@ from lightning_cnnpar.strategies.collectives import (
     use_mesh,
 )
 from lightning_cnnpar.strategies.compression_log import CompressionLog
-from lightning_cnnpar.strategies.fitting import smallest_fitting_pipeline
+from lightning_cnnpar.strategies.fitting import (
+    activation_bytes,
+    smallest_fitting_pipeline,
+    training_bytes,
+    usable_memory,
+)
 from lightning_cnnpar.strategies.held_gradients import HeldGradients
 from lightning_cnnpar.strategies.loaders import distribute_loader
 from lightning_cnnpar.strategies.microbatch_steps import MicrobatchSteps
 from lightning_cnnpar.strategies.networks import Networks
 from lightning_cnnpar.strategies.save_requests import SaveRequests
+from lightning_cnnpar.strategies.scheduling import Situation, choose_checkpointing, choose_schedule
 from lightning_cnnpar.strategies.step_times import StepTimes
 from lightning_cnnpar.strategies.whole_weights import WholeWeights, module_copies, modules_of_callbacks
 
@@ -79,15 +86,18 @@ class HybridStrategy(CheckpointStrategy):
         pipeline_parallel_size: P, over how many ranks a network is cut. "auto" takes 1 if the model fits a device, else
             the smallest divisor of a node's devices over which it fits.
         data_parallel_size: D, the number of replicas. "auto" takes what is left. P x D is the number of ranks.
-        schedule: Order of microbatches. "gpipe": the step runs once on the whole batch, exact for any loss.
+        schedule: Order of microbatches. "gpipe": the step runs once on the whole batch, exact for any loss. "1f1b",
+            "interleaved_1f1b", "zero_bubble": the step runs once for each microbatch, as with gradient accumulation, so
+            that few microbatches are alive at once. "auto": "gpipe" if its activations fit, and says why.
         num_microbatches: M, into how many microbatches a batch is cut; "auto" is 2 P for P > 1, else 1. A batch with
             fewer samples is cut in fewer.
-        stages_per_rank: Virtual stages of each rank, for interleaved schedules.
+        stages_per_rank: V, stages of each rank, for "interleaved_1f1b" and "zero_bubble".
         network: Dotted name of the submodule to cut; `None` cuts what the step calls.
         cut_points: Names of modules that start a new stage; `None` balances.
         balance: What stages are balanced by: "flops", "time" (estimated from operations), "memory", "parameters", or
             relative speeds of the ranks.
-        activation_checkpointing: "never", "except_last" or "always".
+        activation_checkpointing: Which microbatches drop their activations and compute them again for the backward:
+            "never", "except_last", "always", or "auto": "except_last" if they don't fit otherwise.
         deferred_batch_norm: Update BatchNorm's running statistics once a batch, as the unsplit batch would.
         zero_stage: 0 keeps a copy of the stage on every replica.
         compression: Compression of gradients between replicas: "bf16", "int8", "int4", "int2", "onebit", "topk",
@@ -330,10 +340,11 @@ class HybridStrategy(CheckpointStrategy):
         precision = self.precision_plugin
         module = self.lightning_module
         assert module is not None
+        options = self._resolve_auto(module)
         self._networks = Networks(
             module,
             mesh=self.mesh,
-            options=self.options,
+            options=options,
             num_microbatches=self.num_microbatches,
             device=self.root_device,
             copies=lambda: module_copies(trainer.callbacks, module),
@@ -343,7 +354,7 @@ class HybridStrategy(CheckpointStrategy):
             hook=self._compression,
         )
         self._networks.install(reduce_gradients=fitting)
-        self._steps = self._networks.steps = self._microbatch_steps(self._networks) if fitting else None
+        self._steps = self._networks.steps = self._microbatch_steps(self._networks, options) if fitting else None
         if fitting and self.mesh.world_size > 1:
             self._times = StepTimes(self._networks.waits)
             trainer.callbacks.append(self._times)
@@ -353,8 +364,32 @@ class HybridStrategy(CheckpointStrategy):
             requests = SaveRequests(lambda noted: self.reduce_boolean_decision(noted, all=False))
             trainer.callbacks[:0] = [WholeWeights(self._networks.make_whole), requests]
 
-    def _microbatch_steps(self, networks: Networks) -> MicrobatchSteps | None:
-        schedule = self.options.schedule
+    def _resolve_auto(self, module: Any) -> HybridOptions:
+        """The options of this run, on all ranks alike."""
+        options = self.options
+        if "auto" not in (options.schedule, options.activation_checkpointing):
+            return options
+        situation = Situation(
+            pipeline_size=self.mesh.pipeline_size,
+            num_microbatches=self.num_microbatches,
+            steps_itself=not module.automatic_optimization,
+            parameter_bytes=training_bytes(module),
+            activation_bytes=activation_bytes(module),
+            available_bytes=usable_memory(self.root_device, self.num_processes),
+        )
+        schedule, checkpointing, why = options.schedule, options.activation_checkpointing, []
+        if schedule == "auto":
+            schedule, reason = choose_schedule(situation)
+            why.append(reason)
+        if checkpointing == "auto":
+            checkpointing, reason = choose_checkpointing(situation, schedule)
+            why.append(reason)
+        rank_zero_info("\n".join(why))
+        schedule, checkpointing = self.broadcast((schedule, checkpointing))
+        return dataclasses.replace(options, schedule=schedule, activation_checkpointing=checkpointing)
+
+    def _microbatch_steps(self, networks: Networks, options: HybridOptions) -> MicrobatchSteps | None:
+        schedule = options.schedule
         if schedule not in STEP_SCHEDULES or self.num_microbatches == 1:
             return None
         return MicrobatchSteps(

@@ -364,6 +364,7 @@ class Networks:
             schedule=self._options.schedule,
             num_microbatches=self._num_microbatches,
             stages=stages,
+            stages_per_rank=self._options.stages_per_rank,
         )
 
     def _check_network_name(self) -> None:

@@ -14,12 +14,15 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_cnnpar import HybridPrecision
 from tests import nets
 from tests.fitting import Case, Layout, Record, assert_same, fit_alone, fit_on_ranks
+from tests.parity.test_cases_statistics import Overflowing, OverflowingLast, scaled
 from tests.parity.test_cases_steps import Mixup
 from tests.ranks import RankError
 
@@ -324,6 +327,20 @@ def test_recomputation_draws_the_same_masks(schedule: str, checkpointing: str) -
     assert buffers
     if schedule == "gpipe":
         assert all(torch.equal(record.state[name], plain.state[name]) for name in buffers)
+
+
+# ---- loss scaling ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [Overflowing, OverflowingLast])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_an_overflow_on_one_stage_is_skipped_by_all(module: Any, schedule: str) -> None:
+    alone = fit_alone(scaled(module, MixedPrecision, device="cpu"))
+    record = fit_on_ranks(scaled(module, HybridPrecision, channels_last=None), layout(2, 2, schedule, 2))
+    assert len(set(alone.extra)) == 2
+    assert all(scales == alone.extra for scales in record.extra)
+    for name, value in alone.state.items():
+        assert (record.state[name] - value).abs().max() < 1e-3, name
 
 
 # ---- side effects ----------------------------------------------------------------------------------------------------
