@@ -1,5 +1,6 @@
 """Tables of the schedules that run the step for each microbatch: the published ones, and no deadlock in any other."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as library
 
-from lightning_cnnpar.pipeline.schedules import Action, Actions, StepSchedule, render, step_tables
+from lightning_cnnpar.pipeline.schedules import Action, Actions, StepSchedule, gpipe, render, step_tables
 from lightning_cnnpar.pipeline.simulate import Kept, chain, ideal_bubble, link_bytes, simulate
 
 SCHEDULES: list[StepSchedule] = ["1f1b", "interleaved_1f1b", "zero_bubble"]
@@ -166,3 +167,24 @@ def test_the_picture() -> None:
         "rank 0   F0.0 F0.1           B0.0           B0.1",
         "rank 1        F1.0 B1.0      F1.1 B1.1",
     ]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "placement", "ranks", "microbatches"),
+    [("1f1b", [0, 1, 2], 3, 4), ("interleaved_1f1b", [0, 1, 0, 1], 2, 2), ("zero_bubble", [0, 1, 2], 3, 4)],
+)
+def test_the_pictures_of_the_page_are_the_tables(
+    schedule: StepSchedule, placement: list[int], ranks: int, microbatches: int
+) -> None:
+    tables = step_tables(schedule, placement, ranks, microbatches)
+    spans = simulate(tables, chain(len(placement))).spans
+    picture = render(tables, lambda rank, action: spans[rank][action][0], width=5)
+    assert f"```text\n{picture}\n```" in (Path(__file__).parents[3] / "docs" / "schedules.md").read_text()
+
+
+def test_the_picture_of_gpipe() -> None:
+    halves = [gpipe([0, 1], rank, 4) for rank in (0, 1)]
+    tables = [(*half.forward, *half.backward) for half in halves]
+    spans = simulate(tables, chain(2)).spans
+    picture = render(tables, lambda rank, action: spans[rank][action][0], width=5)
+    assert f"```text\n{picture}\n```" in (Path(__file__).parents[3] / "docs" / "schedules.md").read_text()
