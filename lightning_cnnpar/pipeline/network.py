@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,17 +20,17 @@ from lightning_cnnpar._compat import keeps_graph, reaches_leaf
 from lightning_cnnpar.mesh import Coordinates, Mesh
 from lightning_cnnpar.partition.stage import Program
 from lightning_cnnpar.pipeline.autograd import attach, share_gradient
-from lightning_cnnpar.pipeline.batchnorm import DeferredStatistics, batch_norms
+from lightning_cnnpar.pipeline.batchnorm import DeferredStatistics
+from lightning_cnnpar.pipeline.calls import Run
 from lightning_cnnpar.pipeline.errors import PipelineError
 from lightning_cnnpar.pipeline.exchange import Vocabulary
-from lightning_cnnpar.pipeline.executor import Run, Site
+from lightning_cnnpar.pipeline.executor import Site
 from lightning_cnnpar.pipeline.local import run_here
 from lightning_cnnpar.pipeline.microbatch import find_batch, split_sizes
 from lightning_cnnpar.pipeline.outputs import UnbatchedOutputError
+from lightning_cnnpar.pipeline.prepared import Prepared
 from lightning_cnnpar.pipeline.randomness import StageStreams, global_states, set_global_states
-from lightning_cnnpar.pipeline.routes import Routes, plan_routes
-from lightning_cnnpar.pipeline.schedules import Action, Actions, StepSchedule, Table, gpipe, step_tables
-from lightning_cnnpar.pipeline.settling import SendKey, settled_before
+from lightning_cnnpar.pipeline.schedules import StepSchedule
 from lightning_cnnpar.pipeline.stepping import NetworkStep
 from lightning_cnnpar.pipeline.steps import StepRun
 from lightning_cnnpar.pipeline.transport import Identity, Link
@@ -58,26 +58,11 @@ class GradientSync(Protocol):
         """Whether gradients that are accumulated from now on are the last ones of their parameters."""
 
 
-_StepRoutes = tuple[tuple[Actions, ...], Routes, Mapping[Action, Sequence[SendKey]]]
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Prepared:
-    """What is worked out once for a program."""
-
-    program: Program
-    batch_norms: Sequence[nn.Module]
-    routes: dict[int, Routes] = dataclasses.field(default_factory=dict)
-    step_routes: dict[tuple[StepSchedule, int], _StepRoutes] = dataclasses.field(default_factory=dict)
-    readers: Mapping[int, Set[int]]
-    whole: bool = False
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Call:
     """One network call: its inputs and how they are cut."""
 
-    prepared: _Prepared
+    prepared: Prepared
     leaves: Sequence[Any]
     batch_size: int
     sizes: tuple[int, ...]
@@ -133,7 +118,7 @@ class PipelineNetwork:
                 wire_dtype=wire_dtype,
                 activation_checkpointing=activation_checkpointing,
             )
-        self._prepared: dict[int, _Prepared] = {}
+        self._prepared: dict[int, Prepared] = {}
         self._calls = 0
         self._outstanding: weakref.WeakSet[Run] = weakref.WeakSet()
         self._told: set[str] = set()
@@ -191,13 +176,13 @@ class PipelineNetwork:
         prepared = self._prepare(self._partitioner.program(args, kwargs))
         program = prepared.program
         self._calls += 1
-        tables, routes, settled = self._step_routes(prepared, schedule, len(sizes))
+        table, routes, settled = prepared.step_routes(schedule, len(sizes))
         run = StepRun(
             site=site,
             identity=self._identify(label, sizes, _STEP_CHANNEL),
             num_outputs=program.num_outputs,
             routes=routes,
-            table=tables[self._mesh.pipeline_rank],
+            table=table,
             settled=settled,
             sizes=sizes,
         )
@@ -214,16 +199,6 @@ class PipelineNetwork:
             statistics=DeferredStatistics(prepared.batch_norms if self._deferred else (), len(sizes)),
             share=share,
         )
-
-    def _step_routes(self, prepared: _Prepared, schedule: StepSchedule, num_microbatches: int) -> _StepRoutes:
-        key = (schedule, num_microbatches)
-        if key not in prepared.step_routes:
-            program, rank, size = prepared.program, self._mesh.pipeline_rank, self._mesh.pipeline_size
-            ranks = [stage.rank for stage in program.stages]
-            tables = step_tables(schedule, ranks, size, num_microbatches)
-            routes = plan_routes(program, rank, size, lambda other: _two_parts(tables[other]))
-            prepared.step_routes[key] = tables, routes, settled_before(program, tables, rank)
-        return prepared.step_routes[key]
 
     @property
     def seconds_waited(self) -> float:
@@ -245,7 +220,7 @@ class PipelineNetwork:
     # --- forward
 
     def _call(
-        self, prepared: _Prepared, leaves: Sequence[Any], batch_size: int, sizes: tuple[int, ...], label: str
+        self, prepared: Prepared, leaves: Sequence[Any], batch_size: int, sizes: tuple[int, ...], label: str
     ) -> _Call:
         self._calls += 1
         defer = self._deferred and len(sizes) > 1
@@ -275,7 +250,7 @@ class PipelineNetwork:
             site=site,
             identity=call.identity,
             program=call.prepared.program,
-            routes=self._routes(call.prepared, len(call.sizes)),
+            routes=call.prepared.routes(len(call.sizes)),
             leaves=call.leaves,
             batch_size=call.batch_size,
             sizes=call.sizes,
@@ -299,31 +274,15 @@ class PipelineNetwork:
         facts = f"{mode}, {grad}, {batch}"
         return Identity(network=self.name, label=label, counter=self._calls, facts=facts, channel=channel)
 
-    def _routes(self, prepared: _Prepared, num_microbatches: int) -> Routes:
-        if num_microbatches not in prepared.routes:
-            ranks = [stage.rank for stage in prepared.program.stages]
-            prepared.routes[num_microbatches] = plan_routes(
-                prepared.program,
-                self._mesh.pipeline_rank,
-                self._mesh.pipeline_size,
-                lambda rank: gpipe(ranks, rank, num_microbatches),
-            )
-        return prepared.routes[num_microbatches]
-
-    def _prepare(self, program: Program) -> _Prepared:
+    def _prepare(self, program: Program) -> Prepared:
         # By identity: the partitioner keeps its programs, and so does this.
         prepared = self._prepared.get(id(program))
         if prepared is None:
-            readers: dict[int, set[int]] = {}
-            for stage in program.stages:
-                for index in stage.inputs:
-                    readers.setdefault(index, set()).add(stage.rank)
-            prepared = self._prepared[id(program)] = _Prepared(
-                program=program, batch_norms=batch_norms(self._root), readers=readers
-            )
+            rank, size = self._mesh.pipeline_rank, self._mesh.pipeline_size
+            prepared = self._prepared[id(program)] = Prepared(program, self._root, rank, size)
         return prepared
 
-    def _cut(self, leaves: Sequence[Any], spec: tree.TreeSpec, prepared: _Prepared) -> tuple[int, tuple[int, ...]]:
+    def _cut(self, leaves: Sequence[Any], spec: tree.TreeSpec, prepared: Prepared) -> tuple[int, tuple[int, ...]]:
         """Batch size and sizes of the microbatches."""
         if self.num_microbatches == 1 or prepared.whole:
             return 1, _WHOLE
@@ -403,14 +362,6 @@ class PipelineNetwork:
                 share_gradient(run.input_gradient(i), leaf, call.prepared.readers.get(i, frozenset()), self._mesh)
                 for i, leaf in inputs.items()
             ]
-
-
-def _two_parts(table: Actions) -> Table:
-    """The order of what goes there, and the order of what comes back."""
-    return Table(
-        forward=tuple(action for action in table if action.kind == "F"),
-        backward=tuple(action for action in table if action.kind in ("B", "I")),
-    )
 
 
 def _device_of(root: nn.Module) -> torch.device:
