@@ -271,6 +271,28 @@ def preemption_path(trainer: Any) -> str:
     return f"{callback.dirpath}/{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
 
 
+def zero_grad_follows(trainer: Any) -> bool:
+    """Whether Lightning zeroes gradients between this training step and its backward (2.6)."""
+    loop = trainer.fit_loop.epoch_loop
+    optimization = loop.automatic_optimization
+    return not optimization._skip_backward and loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+
+def backward_follows(trainer: Any) -> bool:
+    """Whether a backward comes after this training step; none does while statistics are only updated (2.6)."""
+    return not trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
+
+
+def metric_step_value(metric: Any) -> Any:
+    """What a torchmetrics metric found in its last `forward` (1.8); `None` if it was only updated."""
+    return metric._forward_cache
+
+
+def set_metric_step_value(metric: Any, value: Any) -> None:
+    """Change what Lightning logs for a metric on a step."""
+    metric._forward_cache = value
+
+
 def optimizers_to_device(optimizers: Any, device: torch.device) -> None:
     """Move the states of optimizers (Lightning 2.6)."""
     from lightning.fabric.utilities.optimizer import _optimizers_to_device

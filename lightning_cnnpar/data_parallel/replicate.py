@@ -142,6 +142,27 @@ class GradientReducer:
                 self._open_round()
                 self._counts_as_ready = False
 
+    @contextlib.contextmanager
+    def one_round(self) -> Iterator[None]:
+        """All backward passes in this context count as one, which ends with it.
+
+        Gradients count as ready only after `ready_enabled(True)`.
+        """
+        if not self._active or self._blocked:
+            yield
+            return
+        with self._lock:
+            self._drain()
+            current = self._new_round()
+            self._round = weakref.ref(current)
+            self._counts_as_ready = False
+        try:
+            yield
+        except BaseException:
+            self._round = None
+            raise
+        self._finish(current)
+
     def ready_enabled(self, enabled: bool) -> None:
         """Say whether gradients that arrive from now on are final: False for all microbatches but the last."""
         self._counts_as_ready = enabled
@@ -209,18 +230,21 @@ class GradientReducer:
         if current is not None:
             return current
         self._drain()
-        expected = bytes(parameter.requires_grad for _, parameter in self._named)
-        current = _Round(
-            finish=self._finish,
-            expected=expected,
-            waiting=[sum(expected[slot.position] for slot in bucket.slots) for bucket in self._buckets],
-            ready=bytearray(len(self._named)),
-        )
+        current = self._new_round()
         queue_backward_callback(current)
         # Weak: when the pass fails, the engine drops the round, and the next pass finds none open.
         self._round = weakref.ref(current)
         self._counts_as_ready = True
         return current
+
+    def _new_round(self) -> _Round:
+        expected = bytes(parameter.requires_grad for _, parameter in self._named)
+        return _Round(
+            finish=self._finish,
+            expected=expected,
+            waiting=[sum(expected[slot.position] for slot in bucket.slots) for bucket in self._buckets],
+            ready=bytearray(len(self._named)),
+        )
 
     def _drain(self) -> None:
         # Left over from a pass that failed after it had started reductions: their memory is still in use.

@@ -13,6 +13,7 @@ From the Trainer's first line to its last:
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from lightning_cnnpar import _compat
 from lightning_cnnpar.compression import CompressionEngine, CompressionPolicy, choose_compressor
 from lightning_cnnpar.config import (
+    STEP_SCHEDULES,
     Balance,
     ConfigurationError,
     HybridOptions,
@@ -60,10 +62,18 @@ from lightning_cnnpar.strategies.collectives import (
     use_mesh,
 )
 from lightning_cnnpar.strategies.compression_log import CompressionLog
-from lightning_cnnpar.strategies.fitting import smallest_fitting_pipeline
+from lightning_cnnpar.strategies.fitting import (
+    activation_bytes,
+    smallest_fitting_pipeline,
+    training_bytes,
+    usable_memory,
+)
+from lightning_cnnpar.strategies.held_gradients import HeldGradients
 from lightning_cnnpar.strategies.loaders import distribute_loader
+from lightning_cnnpar.strategies.microbatch_steps import MicrobatchSteps
 from lightning_cnnpar.strategies.networks import Networks
 from lightning_cnnpar.strategies.preemption import Preemption
+from lightning_cnnpar.strategies.scheduling import Situation, choose_checkpointing, choose_schedule
 from lightning_cnnpar.strategies.step_times import StepTimes
 from lightning_cnnpar.strategies.whole_weights import WholeWeights, module_copies, modules_of_callbacks
 
@@ -77,15 +87,18 @@ class HybridStrategy(CheckpointStrategy):
         pipeline_parallel_size: P, over how many ranks a network is cut. "auto" takes 1 if the model fits a device, else
             the smallest divisor of a node's devices over which it fits.
         data_parallel_size: D, the number of replicas. "auto" takes what is left. P x D is the number of ranks.
-        schedule: Order of microbatches. "gpipe": the step runs once on the whole batch, exact for any loss.
+        schedule: Order of microbatches. "gpipe": the step runs once on the whole batch, exact for any loss. "1f1b",
+            "interleaved_1f1b", "zero_bubble": the step runs once for each microbatch, as with gradient accumulation, so
+            that few microbatches are alive at once. "auto": "gpipe" if its activations fit, and says why.
         num_microbatches: M, into how many microbatches a batch is cut; "auto" is 2 P for P > 1, else 1. A batch with
             fewer samples is cut in fewer.
-        stages_per_rank: Virtual stages of each rank, for interleaved schedules.
+        stages_per_rank: V, stages of each rank, for "interleaved_1f1b" and "zero_bubble".
         network: Dotted name of the submodule to cut; `None` cuts what the step calls.
         cut_points: Names of modules that start a new stage; `None` balances.
         balance: What stages are balanced by: "flops", "time" (estimated from operations), "memory", "parameters", or
             relative speeds of the ranks.
-        activation_checkpointing: "never", "except_last" or "always".
+        activation_checkpointing: Which microbatches drop their activations and compute them again for the backward:
+            "never", "except_last", "always", or "auto": "except_last" if they don't fit otherwise.
         deferred_batch_norm: Update BatchNorm's running statistics once a batch, as the unsplit batch would.
         zero_stage: 0 keeps a copy of the stage on every replica.
         compression: Compression of gradients between replicas: "bf16", "int8", "int4", "int2", "onebit", "topk",
@@ -162,6 +175,8 @@ class HybridStrategy(CheckpointStrategy):
         self._compression: CompressedReduce | None = None
         self._use_sampler = True
         self._times: StepTimes | None = None
+        self._steps: MicrobatchSteps | None = None
+        self._held: HeldGradients | None = None
 
     @property
     def plan(self) -> ParallelPlan:
@@ -197,6 +212,12 @@ class HybridStrategy(CheckpointStrategy):
     def check_before_launch(self) -> None:
         """Refuse what can be seen to fail before processes start; the launcher calls this."""
         module = self.lightning_module
+        if module is not None and self.options.schedule in STEP_SCHEDULES and not module.automatic_optimization:
+            raise ConfigurationError(
+                f"schedule={self.options.schedule!r} runs the step once for each microbatch, but"
+                f" {type(module).__name__} steps its optimizers itself (automatic_optimization=False). Use"
+                " schedule='gpipe', which runs the step once."
+            )
         pipeline_size, _ = self._check_sizes()
         if module is None or pipeline_size == 1:
             return
@@ -320,10 +341,11 @@ class HybridStrategy(CheckpointStrategy):
         precision = self.precision_plugin
         module = self.lightning_module
         assert module is not None
+        options = self._resolve_auto(module)
         self._networks = Networks(
             module,
             mesh=self.mesh,
-            options=self.options,
+            options=options,
             num_microbatches=self.num_microbatches,
             device=self.root_device,
             copies=lambda: module_copies(trainer.callbacks, module),
@@ -333,6 +355,7 @@ class HybridStrategy(CheckpointStrategy):
             hook=self._compression,
         )
         self._networks.install(reduce_gradients=fitting)
+        self._steps = self._networks.steps = self._microbatch_steps(self._networks, options) if fitting else None
         if fitting and self.mesh.world_size > 1:
             self._times = StepTimes(self._networks.waits)
             trainer.callbacks.append(self._times)
@@ -343,6 +366,45 @@ class HybridStrategy(CheckpointStrategy):
         if fitting:
             # Behind the user's callbacks: at the end of a batch, all of them have seen it.
             trainer.callbacks.append(Preemption(create_world_group(self.mesh), self.describe_rank(self.local_rank)))
+
+    def _resolve_auto(self, module: Any) -> HybridOptions:
+        """The options of this run, on all ranks alike."""
+        options = self.options
+        if "auto" not in (options.schedule, options.activation_checkpointing):
+            return options
+        situation = Situation(
+            pipeline_size=self.mesh.pipeline_size,
+            num_microbatches=self.num_microbatches,
+            steps_itself=not module.automatic_optimization,
+            parameter_bytes=training_bytes(module),
+            activation_bytes=activation_bytes(module),
+            available_bytes=usable_memory(self.root_device, self.num_processes),
+        )
+        schedule, checkpointing, why = options.schedule, options.activation_checkpointing, []
+        if schedule == "auto":
+            schedule, reason = choose_schedule(situation)
+            why.append(reason)
+        if checkpointing == "auto":
+            checkpointing, reason = choose_checkpointing(situation, schedule)
+            why.append(reason)
+        rank_zero_info("\n".join(why))
+        schedule, checkpointing = self.broadcast((schedule, checkpointing))
+        return dataclasses.replace(options, schedule=schedule, activation_checkpointing=checkpointing)
+
+    def _microbatch_steps(self, networks: Networks, options: HybridOptions) -> MicrobatchSteps | None:
+        schedule = options.schedule
+        if schedule not in STEP_SCHEDULES or self.num_microbatches == 1:
+            return None
+        return MicrobatchSteps(
+            self.lightning_module,
+            networks,
+            schedule=schedule,  # type: ignore[arg-type]
+            num_microbatches=self.num_microbatches,
+            device=self.root_device,
+            deferred_batch_norm=self.options.deferred_batch_norm,
+            backward=self._microbatch_backward,
+            warn=rank_zero_warn,
+        )
 
     def _plain_optimizers(self) -> list[torch.optim.Optimizer]:
         return list(self.optimizers)
@@ -393,8 +455,18 @@ class HybridStrategy(CheckpointStrategy):
         """Run the user's training step on this rank."""
         if self._networks is not None:
             self._networks.reset_step()
+        self._held = None
         with self._in_step("training_step", args):
-            return super().training_step(*args, **kwargs)
+            steps, trainer = self._steps, getattr(self.lightning_module, "_trainer", None)
+            if steps is None or trainer is None or not _compat.backward_follows(trainer):
+                return super().training_step(*args, **kwargs)
+            batch, *rest = args or tuple(kwargs.values())
+            cut = steps.cut(batch)
+            if len(cut.parts) == 1:
+                return super().training_step(*args, **kwargs)
+            self._held = HeldGradients(self.lightning_module, zeroed=_compat.zero_grad_follows(trainer))
+            with self._held.collecting():
+                return steps.run(cut, lambda part: super(HybridStrategy, self).training_step(part, *rest))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's validation step on this rank."""
@@ -422,7 +494,26 @@ class HybridStrategy(CheckpointStrategy):
         if self._networks is not None and kwargs.get("inputs") is not None:
             inputs = kwargs["inputs"]
             self._networks.refuse_chosen_inputs([inputs] if isinstance(inputs, Tensor) else inputs)
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
+        if self._held is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        # The microbatches' losses have run backward already.
+        assert self.lightning_module is not None
+        held, self._held = self._held, None
+        loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        held.give_back()
+        return self.precision_plugin.post_backward(loss, self.lightning_module)
+
+    def _microbatch_backward(self, loss: Tensor, keep: bool) -> None:
+        """Run a microbatch's share of the loss backward."""
+        module = self.lightning_module
+        assert module is not None
+        loss = loss / module.trainer.accumulate_grad_batches
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        loss = loss if scaler is None else scaler.scale(loss)
+        if keep:
+            module.backward(loss, retain_graph=True)
+        else:
+            module.backward(loss)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Be ready to reduce gradients."""
@@ -521,7 +612,7 @@ class HybridStrategy(CheckpointStrategy):
     def __getstate__(self) -> dict[str, Any]:
         # Process groups and threads belong to this process; a copy starts without them.
         state = super().__getstate__()
-        state.update(_mesh=None, _networks=None, _watch=None, _times=None, _compression=None)
+        state.update(_mesh=None, _networks=None, _watch=None, _times=None, _compression=None, _steps=None, _held=None)
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HybridStrategy":
