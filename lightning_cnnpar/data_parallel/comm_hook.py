@@ -1,14 +1,15 @@
 """How a bucket of gradients is averaged over replicas: one interface for dense and compressed ways, on any device."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, final
 
-import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_cnnpar.compression import CompressionEngine, Part
 from lightning_cnnpar.data_parallel.buckets import Bucket, real_numel
+from lightning_cnnpar.metrics import Totals
 
 
 class Reduction(Protocol):
@@ -38,14 +39,22 @@ class CommHook(Protocol):
         Must not wait for other ranks.
         """
 
-    def finish_round(self) -> None:
-        """All buckets of a backward pass have been waited for."""
+    def finish_round(self, unused: Collection[str]) -> None:
+        """All buckets of a backward pass have been waited for.
 
-    def begin(self, parameters: Mapping[str, torch.device]) -> Sequence[str] | None:
+        Args:
+            unused: Parameters whose sums were not taken: no replica had a gradient, or one came late and was averaged
+                once more. The same on all ranks.
+        """
+
+    def abandon_round(self) -> None:
+        """The backward pass failed after some buckets had started; they have been waited for, and nothing was taken."""
+
+    def begin(self, parameters: Mapping[str, nn.Parameter]) -> Sequence[str] | None:
         """A reducer starts to use this hook.
 
         Args:
-            parameters: Names of its parameters, and where they are.
+            parameters: Its parameters by name.
 
         Returns:
             The order of readiness that buckets follow from the first pass on; `None` to find it in the first pass.
@@ -62,10 +71,13 @@ class DenseAllReduce:
         assert work is not None
         return PendingWork(work, bucket.num_bytes)
 
-    def finish_round(self) -> None:
+    def finish_round(self, unused: Collection[str]) -> None:
         """Nothing is kept between passes."""
 
-    def begin(self, parameters: Mapping[str, torch.device]) -> Sequence[str] | None:
+    def abandon_round(self) -> None:
+        """Nothing is kept between passes."""
+
+    def begin(self, parameters: Mapping[str, nn.Parameter]) -> Sequence[str] | None:
         """Every pass is like the first."""
         return None
 
@@ -80,27 +92,29 @@ class CompressedReduce:
 
     def __init__(self, engine: CompressionEngine) -> None:
         self.engine = engine
-        self._resumed: Mapping[str, Any] | None = None
+        self._order: Sequence[str] = ()
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state of a checkpoint: `step`, `residuals` by parameter, and the `order` of readiness."""
-        self._resumed = state
-        self.engine.step = int(state["step"])
+        """Go on from the state of a checkpoint: that of the engine, and the `order` of readiness."""
+        self.engine.load_state(state)
+        self._order = state["order"]
 
     def reduce(self, bucket: Bucket) -> Reduction:
         """Start to sum a bucket."""
         return self.engine.start(bucket.index, [_part(bucket, slot) for slot in bucket.slots])
 
-    def finish_round(self) -> None:
+    def finish_round(self, unused: Collection[str]) -> None:
         """A step is complete."""
-        self.engine.finish_step()
+        self.engine.finish_step(unused)
 
-    def begin(self, parameters: Mapping[str, torch.device]) -> Sequence[str] | None:
+    def abandon_round(self) -> None:
+        """A step was given up."""
+        self.engine.abandon_step()
+
+    def begin(self, parameters: Mapping[str, nn.Parameter]) -> Sequence[str] | None:
         """Take over what belongs to these parameters of a checkpoint."""
-        if self._resumed is None:
-            return None
-        self.engine.residuals.load(self._resumed["residuals"], parameters)
-        own = [name for name in self._resumed["order"] if name in parameters]
+        self.engine.take_up(parameters)
+        own = [name for name in self._order if name in parameters]
         return own if len(own) == len(parameters) else None
 
 
@@ -126,7 +140,7 @@ class PendingWork:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReductionStatistics:
+class ReductionStatistics(Totals):
     """Running totals of a reducer; a monitor takes differences between steps.
 
     Attributes:
@@ -144,7 +158,3 @@ class ReductionStatistics:
     num_overlapped: int = 0
     num_late: int = 0
     seconds_waited: float = 0.0
-
-    def plus(self, **counts: float) -> "ReductionStatistics":
-        """These totals with `counts` added."""
-        return dataclasses.replace(self, **{name: getattr(self, name) + count for name, count in counts.items()})

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import final
+from typing import Any, final
 
 from torch.utils.hooks import RemovableHandle
 
@@ -104,7 +104,7 @@ class GradientReducer:
         self._touched = bytearray(len(self._named))
         self._bucket_of = [0] * len(self._named)
         self._buckets: list[Bucket] = []
-        known = self._hook.begin({name: parameter.device for name, parameter in self._named}) if self._named else None
+        known = self._hook.begin(dict(self._named)) if self._named else None
         self._rebuilt = known is not None
         positions = {name: position for position, (name, _) in enumerate(self._named)}
         self._build_buckets(
@@ -227,6 +227,8 @@ class GradientReducer:
         left, self._in_flight = self._in_flight, []
         for reduction in left:
             reduction.wait()
+        if left:
+            self._hook.abandon_round()
 
     def _start_ready_buckets(self, current: _Round) -> None:
         while current.next_bucket < len(self._buckets) and current.waiting[current.next_bucket] == 0:
@@ -261,13 +263,17 @@ class GradientReducer:
             if bucket.index not in current.started and any(slot.position in agreed.touched for slot in bucket.slots):
                 self._start(bucket, current)
         self._count(num_bytes=self._shared.start(agreed.shared))
+        taken = agreed.touched - agreed.late
         for index, reduction in current.started.items():
             reduction.wait()
-            self._buckets[index].unpack(agreed.touched - agreed.late)
+            self._buckets[index].unpack(taken)
         self._reduce_again(agreed.late)
         self._shared.finish()
         self._count(seconds_waited=time.perf_counter() - begin)
-        self._close(current, agreed.touched)
+        self._close(current, agreed.touched, self._named_except(taken))
+
+    def _named_except(self, taken: set[int]) -> set[str]:
+        return {name for position, (name, _) in enumerate(self._named) if position not in taken}
 
     def _reduce_again(self, late: set[int]) -> None:
         # The gradient itself is still the local sum, as results are only written back at the end, so reduce it whole.
@@ -279,13 +285,13 @@ class GradientReducer:
             bucket.unpack(late)
             self._count(num_reductions=1, num_bytes=reduction.num_bytes, num_late=len(members))
 
-    def _close(self, current: _Round, touched: set[int]) -> None:
+    def _close(self, current: _Round, touched: set[int], unused: set[str]) -> None:
         for position in touched:
             self._touched[position] = 0
         self._in_flight = []
         self._counts_as_ready = True
         self._count(num_rounds=1)
-        self._hook.finish_round()
+        self._hook.finish_round(unused)
         if not self._rebuilt and self._named:
             self._rebuilt = True
             self._rebuild_buckets(current.order)
@@ -319,8 +325,8 @@ class GradientReducer:
         named = [(position, self._named[position]) for position in members]
         return Bucket(index, named, self._mesh.data_group, self._mesh.data_size)
 
-    def _count(self, **counts: float) -> None:
-        self._statistics = self._statistics.plus(**counts)
+    def _count(self, **counts: Any) -> None:
+        self._statistics += ReductionStatistics(**counts)
 
 
 def _is_expected(bucket: Bucket, current: _Round) -> bool:

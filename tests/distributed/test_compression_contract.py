@@ -152,7 +152,8 @@ def _resumed(engine: CompressionEngine, control: Any, rank: int, size: int, code
     again = CompressionEngine(
         CompressionPolicy.of(codec), group=engine._site.group, device=torch.device("cpu"), loss_scale=lambda: 8.0
     )
-    again.load_state(state[0], {name: torch.device("cpu") for name in SHAPES})
+    again.load_state(state[0])
+    again.take_up({name: torch.empty(shape) for name, shape in SHAPES.items()})
     same = True
     for _ in range(3):
         one, other = step(engine, gradients(rank + 1), size), step(again, gradients(rank + 1), size)
