@@ -17,12 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cnnpar.compression.base import BlockwiseCompressor, Compressor
-from lightning_cnnpar.compression.exchange import Blockwise, Dense, Exchange, LowRank, Part, Site, Sparse
+from lightning_cnnpar.compression.exchange import Dense, Exchange, Part, Site
+from lightning_cnnpar.compression.low_rank import LowRank
 from lightning_cnnpar.compression.policy import CompressionPolicy
 from lightning_cnnpar.compression.powersgd import PowerSGD
 from lightning_cnnpar.compression.residual import Residuals
+from lightning_cnnpar.compression.sparse import Sparse
 from lightning_cnnpar.compression.swap import ring_bytes
 from lightning_cnnpar.compression.topk import TopK
+from lightning_cnnpar.compression.two_phase import Blockwise
 from lightning_cnnpar.metrics import Totals
 
 __all__ = ["CompressionEngine", "CompressionStatistics", "Part", "Pending"]
@@ -86,6 +89,7 @@ class CompressionEngine:
         step: Optimizer steps before the present one.
         statistics: Of the run so far.
         last: Of the last step.
+        momentum: Of the velocities that are summed in place of gradients; 0 for none.
     """
 
     def __init__(
@@ -99,11 +103,12 @@ class CompressionEngine:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         self.residuals = Residuals(rank, size)
         self.step = 0
+        self.momentum = policy.momentum
         self.statistics = CompressionStatistics()
         self.last = CompressionStatistics()
         self._policy = policy
         self._loss_scale = loss_scale
-        self._site = Site(group=group, rank=rank, size=size, residuals=self.residuals)
+        self._site = Site(group=group, rank=rank, size=size, residuals=self.residuals, momentum=policy.momentum)
         self._runner: _Threads | _Stream = _Threads() if device.type == "cpu" else _Stream(device)
         self._begun = False
         self._current = CompressionStatistics()

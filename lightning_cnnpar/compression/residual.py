@@ -53,6 +53,10 @@ class Residuals:
         """What the server's residual becomes."""
         self._proposals.append((name, lambda: self._server.__setitem__(name, (start, values.clone()))))
 
+    def propose_nothing_left(self, name: str) -> None:
+        """The worker's residual has been sent as it was."""
+        self._proposals.append((name, lambda: _forget(self.worker, name)))
+
     def propose_factor(self, name: str, values: Tensor) -> None:
         """What a low-rank compressor starts from in the next step."""
         self._proposals.append((name, lambda: self.factors.__setitem__(name, values)))
@@ -208,6 +212,10 @@ class Residuals:
 def _fill_strided(flat: Tensor, like: Tensor, row: Tensor) -> Tensor:
     flat.as_strided(like.shape, like.stride()).copy_(row)
     return flat
+
+
+def _forget(where: dict[str, Tensor], name: str) -> None:
+    where.pop(name, None)
 
 
 def _keep(where: dict[str, Tensor], name: str, values: Tensor) -> None:

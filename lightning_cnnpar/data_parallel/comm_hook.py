@@ -31,7 +31,12 @@ class CommHook(Protocol):
     The reducer calls `reduce` for the buckets in the same order on every rank, during the backward pass and right after
     it, and later waits for each in the same order. Which parameters share a bucket may change between steps, so state
     such as residuals belongs to parameters (`Slot.name`), not to buckets.
+
+    Attributes:
+        momentum: If not 0, sums are not of gradients but of velocities with this momentum.
     """
+
+    momentum: float
 
     def reduce(self, bucket: Bucket) -> Reduction:
         """Start summing `bucket.flat`, which holds this rank's share of the mean, over `bucket.group`.
@@ -65,6 +70,8 @@ class CommHook(Protocol):
 class DenseAllReduce:
     """Averages every gradient as it is."""
 
+    momentum = 0.0
+
     def reduce(self, bucket: Bucket) -> Reduction:
         """Start one all-reduce over the flat tensor."""
         work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
@@ -92,6 +99,7 @@ class CompressedReduce:
 
     def __init__(self, engine: CompressionEngine) -> None:
         self.engine = engine
+        self.momentum = engine.momentum
         self._order: Sequence[str] = ()
 
     def resume(self, state: Mapping[str, Any]) -> None:

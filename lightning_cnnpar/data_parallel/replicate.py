@@ -25,6 +25,7 @@ from typing import Any, final
 from torch.utils.hooks import RemovableHandle
 
 from lightning_cnnpar._compat import queue_backward_callback
+from lightning_cnnpar.config import ConfigurationError
 from lightning_cnnpar.data_parallel.accumulation import NamedParameter, after_accumulation, is_trainable_kind
 from lightning_cnnpar.data_parallel.agreement import agree, broadcast_order
 from lightning_cnnpar.data_parallel.buckets import Bucket, assign_buckets, flat_kind, gradient_bytes
@@ -262,6 +263,7 @@ class GradientReducer:
         for bucket in sorted(self._buckets, key=lambda bucket: not _is_expected(bucket, current)):
             if bucket.index not in current.started and any(slot.position in agreed.touched for slot in bucket.slots):
                 self._start(bucket, current)
+        self._refuse_shared_velocities(agreed.shared)
         self._count(num_bytes=self._shared.start(agreed.shared))
         taken = agreed.touched - agreed.late
         for index, reduction in current.started.items():
@@ -271,6 +273,16 @@ class GradientReducer:
         self._shared.finish()
         self._count(seconds_waited=time.perf_counter() - begin)
         self._close(current, agreed.touched, self._named_except(taken))
+
+    def _refuse_shared_velocities(self, agreed: bytes) -> None:
+        names = self._shared.touched(agreed) if self._hook.momentum else []
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ConfigurationError(
+                f"TopK(momentum={self._hook.momentum}) gives momentum to the parameters of stages, but"
+                f" {', '.join(map(repr, names[:5]))}{more} are outside of them or shared between them. Leave momentum"
+                " to the optimizer (TopK(momentum=0)), or use pipeline_parallel_size=1."
+            )
 
     def _named_except(self, taken: set[int]) -> set[str]:
         return {name for position, (name, _) in enumerate(self._named) if position not in taken}

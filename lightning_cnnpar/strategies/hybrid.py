@@ -352,6 +352,14 @@ class HybridStrategy(CheckpointStrategy):
             dist.broadcast(tensor.data, src=0)
 
     def _check_optimizers(self) -> None:
+        momentum = 0.0 if self._policy is None else self._policy.momentum
+        for optimizer in self.optimizers if momentum else []:
+            if any(group.get("momentum") for group in optimizer.param_groups):
+                raise ConfigurationError(
+                    f"TopK(momentum={momentum}) gives gradients a momentum before they are chosen, and"
+                    f" {type(optimizer).__name__}(momentum={optimizer.param_groups[0]['momentum']}) would give them"
+                    " another: use momentum=0 in one of the two."
+                )
         if self.mesh.pipeline_size == 1:
             return
         for optimizer in self.optimizers:

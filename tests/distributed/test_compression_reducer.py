@@ -47,11 +47,11 @@ def gathered(engine: CompressionEngine, mesh: Mesh) -> dict[str, Any]:
     return engine.gather_state(mesh.data_control_group)
 
 
-def _backward(net: Net, step: int, rank: int, kind: str) -> None:
+def _backward(net: Net, step: int, rank: int, kind: str, dtype: torch.dtype = torch.float32) -> None:
     """Like a user's step; with `late`, the graph gives a gradient to what is frozen when the pass begins."""
     net.zero_grad()
     net.second.requires_grad_(kind != "frozen")
-    x = torch.randn(5, 12, generator=torch.Generator().manual_seed(100 * step + rank))
+    x = torch.randn(5, 12, generator=torch.Generator().manual_seed(100 * step + rank)).to(dtype)
     loss = net(x, both=kind != "unused")
     net.second.requires_grad_(kind not in ("frozen", "late"))
     loss.backward()
@@ -217,3 +217,67 @@ def _other_network(rank: int, size: int) -> None:
 def test_residuals_of_another_network_are_refused() -> None:
     with pytest.raises(RankError, match=r"residual of 'weight' in the checkpoint has shape \(5, 5\), .* \(5, 6\)"):
         run_ranks(2, _other_network, timeout=60)
+
+
+def _momentum(rank: int, size: int) -> dict[str, float]:
+    """Gradients that travel as they are: how far a velocity on each rank is from the optimizer's momentum."""
+    mesh = create_mesh(size, 1)
+    nets = []
+    for momentum in (0.0, 0.9):
+        policy = CompressionPolicy.of({"nothing": TopK(momentum=0.9), "*": None} if not momentum else {"*": None})
+        engine = CompressionEngine(policy, group=create_data_group(mesh), device=torch.device("cpu"))
+        net = Net().double()
+        reducer = GradientReducer(list(net.named_parameters()), mesh=mesh, hook=CompressedReduce(engine))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum)
+        for step, kind in enumerate(STEPS[:5]):
+            _backward(net, step, rank, kind, torch.float64)
+            optimizer.step()
+        reducer.remove()
+        engine.close()
+        nets.append(net)
+    pairs = zip(nets[0].named_parameters(), nets[1].parameters(), strict=True)
+    return {name: float((one - other).detach().abs().max()) for (name, one), other in pairs}
+
+
+def test_velocities_that_travel_as_they_are_equal_the_optimizer_s_momentum() -> None:
+    for differences in run_ranks(2, _momentum, timeout=60):
+        assert max(differences.values()) < 1e-10, differences
+
+
+def _outside(rank: int, size: int) -> None:
+    mesh = create_mesh(1, 2)
+    hook = CompressedReduce(
+        CompressionEngine(
+            CompressionPolicy.of(TopK(momentum=0.9)),
+            group=dist.new_group(),
+            device=torch.device("cpu"),  # type: ignore[arg-type]
+        )
+    )
+    net = Net()
+    reducer = GradientReducer([], mesh=mesh, world_parameters=list(net.named_parameters()), hook=hook)
+    _backward(net, 0, rank, "used")
+    reducer.remove()
+
+
+def test_momentum_of_parameters_outside_of_the_stages_is_refused() -> None:
+    with pytest.raises(RankError, match=r"'first.weight', 'second.weight' are outside of them"):
+        run_ranks(2, _outside, timeout=60)
+
+
+def _dense_later(rank: int, size: int) -> float:
+    """A schedule that ends in gradients as they are."""
+    mesh = create_mesh(size, 1)
+    policy = CompressionPolicy.of({0: CODECS["onebit"], 3: None})
+    engine = CompressionEngine(policy, group=create_data_group(mesh), device=torch.device("cpu"))
+    net = Net()
+    reducer = GradientReducer(list(net.named_parameters()), mesh=mesh, hook=CompressedReduce(engine))
+    account = Account(net, size)
+    for step in range(5):
+        account.step(step, rank, "used")
+    reducer.remove()
+    engine.close()
+    return max(float(missing.abs().max()) for missing in account.missing.values())
+
+
+def test_what_was_left_out_is_delivered_when_compression_ends() -> None:
+    assert max(run_ranks(2, _dense_later, timeout=60)) < 1e-5
