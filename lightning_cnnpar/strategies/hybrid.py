@@ -176,7 +176,7 @@ class HybridStrategy(CheckpointStrategy):
 
     @property
     def time_split(self) -> TimeSplit:
-        """Where the time of the training steps of this run went on this rank, so far; its first two don't count."""
+        """Where the time of training steps went on this rank, in this or the last `fit`; the first two don't count."""
         return TimeSplit() if self._times is None else self._times.split
 
     # ---- launch ------------------------------------------------------------------------------------------------------
@@ -496,7 +496,9 @@ class HybridStrategy(CheckpointStrategy):
     def teardown(self) -> None:
         """Give every rank the whole module on CPU and release devices."""
         trainer = getattr(self.lightning_module, "_trainer", None)
-        if (advice := self.time_split.advice()) is not None:
+        # A later validation or test has nothing to say of the training before it.
+        fitted = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        if fitted and (advice := self.time_split.advice()) is not None:
             rank_zero_warn(advice)
         if self._networks is not None:
             if self._may_communicate():

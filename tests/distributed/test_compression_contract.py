@@ -37,7 +37,13 @@ SHAPES = {
 # What may be outstanding after many steps of a constant gradient, in norms of the mean gradient. An encoding that leaves
 # out the share r of a vector's norm leaves r / (1 - r) of it outstanding at most, on each worker and on the server.
 OUTSTANDING = {
-    "bf16": 0.02, "int8": 0.05, "int4": 0.5, "int2": 3.5, "onebit": 6.0, "topk": 12.0, "powersgd": 55.0,
+    "bf16": 0.02,
+    "int8": 0.05,
+    "int4": 0.5,
+    "int2": 3.5,
+    "onebit": 6.0,
+    "topk": 12.0,
+    "powersgd": 55.0,
     "topk with a ramp": 25.0,
 }
 STEPS = 60
