@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cnnpar.compression import swap
@@ -42,7 +41,7 @@ class LowRank(Compressed):
     def send(self) -> None:
         """See `Exchange`."""
         site, rank = self._site, self._rank
-        dist.all_reduce(self._products, group=site.group)
+        swap.all_reduce(self._products, site.group)
         fault = ~torch.isfinite(self._products).all()
         torch.nan_to_num(self._products, nan=0.0, posinf=0.0, neginf=0.0, out=self._products)
         bases = [orthonormal(product) for product in self._left()]
@@ -50,7 +49,7 @@ class LowRank(Compressed):
         right = [piece.view(-1, rank) for piece in torch.split(factors, [rank * col for col in self._cols])]
         for matrix, basis, factor in zip(self._matrices(), bases, right, strict=True):
             torch.mm(matrix.t(), basis, out=factor)
-        dist.all_reduce(factors, group=site.group)
+        swap.all_reduce(factors, site.group)
         sums = self._memory("sums", self._numel)
         for (part, segment), basis, factor in zip(self._segments(sums), bases, right, strict=True):
             torch.mm(basis, factor.t(), out=segment.view(len(basis), -1))
