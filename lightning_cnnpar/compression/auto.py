@@ -54,14 +54,19 @@ def mildest(seconds: Mapping[str, float]) -> str:
 
 
 def choose_compressor(group: dist.ProcessGroup, device: torch.device) -> tuple[str | None, str]:
-    """The compressor to take, and a line that says why; a collective of the group, the same on all its ranks."""
+    """The compressor to take, and a line that says why: the same on all ranks of the world, which all call this.
+
+    Args:
+        group: The ranks that average the same gradients.
+        device: Where these are.
+    """
     size = dist.get_world_size(group)
     bandwidth = link_bandwidth(group, device)
     wire = ring_bytes(size, _BYTES * _NUMEL) / bandwidth
     work = {codec.name: _work(codec, group, device, wire) for codec in _CANDIDATES}
-    # The slowest link and the slowest rank decide.
+    # The slowest link and the slowest rank of all stages decide: they save what compression keeps together.
     numbers = torch.tensor([bandwidth, *(-one for one in work.values())], device=device)
-    dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MIN)
     bandwidth, *slowest = numbers.tolist()
     costs = {codec.name: (-cost, _share(codec)) for codec, cost in zip(_CANDIDATES, slowest, strict=True)}
     seconds = predicted(bandwidth, costs, size)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks import compression_accuracy
 from lightning_cnnpar import ConfigurationError, HybridStrategy
-from lightning_cnnpar.compression import Int8, OneBit, PowerSGD, TopK
+from lightning_cnnpar.compression import Int8, OneBit, PowerSGD, TopK, auto
 from tests import nets
 from tests.fitting import QUIET
 from tests.ranks import RankError, run_ranks
@@ -201,6 +201,24 @@ def test_what_can_not_work_is_refused(compression: Any, message: str) -> None:
 def test_options_of_compressors_are_checked(make: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make()
+
+
+def _auto(rank: int, world: int, folder: Path) -> None:
+    measured = auto.link_bandwidth
+
+    def differs(group: Any, device: torch.device) -> float:
+        measured(group, device)
+        return 1e3 if rank % 2 else 1e12
+
+    auto.link_bandwidth = differs
+    train((2, 2), folder=folder, steps=5, compression="auto")
+
+
+def test_all_stages_take_the_same_way_though_their_links_differ(tmp_path: Path) -> None:
+    run_ranks(4, _auto, tmp_path, timeout=60)
+    state = torch.load(tmp_path / "5.ckpt", weights_only=True)
+    # Else only some ranks would meet to collect it.
+    assert state["lightning_cnnpar"]["compression"]["step"] == 5
 
 
 def _two_momenta(rank: int, world: int) -> None:
