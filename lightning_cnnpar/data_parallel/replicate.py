@@ -20,11 +20,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import final
+from typing import Any, final
 
 from torch.utils.hooks import RemovableHandle
 
 from lightning_cnnpar._compat import queue_backward_callback
+from lightning_cnnpar.config import ConfigurationError
 from lightning_cnnpar.data_parallel.accumulation import NamedParameter, after_accumulation, is_trainable_kind
 from lightning_cnnpar.data_parallel.agreement import agree, broadcast_order
 from lightning_cnnpar.data_parallel.buckets import Bucket, assign_buckets, flat_kind, gradient_bytes
@@ -104,7 +105,7 @@ class GradientReducer:
         self._touched = bytearray(len(self._named))
         self._bucket_of = [0] * len(self._named)
         self._buckets: list[Bucket] = []
-        known = self._hook.begin({name: parameter.device for name, parameter in self._named}) if self._named else None
+        known = self._hook.begin(dict(self._named)) if self._named else None
         self._rebuilt = known is not None
         positions = {name: position for position, (name, _) in enumerate(self._named)}
         self._build_buckets(
@@ -251,6 +252,8 @@ class GradientReducer:
         left, self._in_flight = self._in_flight, []
         for reduction in left:
             reduction.wait()
+        if left:
+            self._hook.abandon_round()
 
     def _start_ready_buckets(self, current: _Round) -> None:
         while current.next_bucket < len(self._buckets) and current.waiting[current.next_bucket] == 0:
@@ -284,14 +287,29 @@ class GradientReducer:
         for bucket in sorted(self._buckets, key=lambda bucket: not _is_expected(bucket, current)):
             if bucket.index not in current.started and any(slot.position in agreed.touched for slot in bucket.slots):
                 self._start(bucket, current)
+        self._refuse_shared_velocities(agreed.shared)
         self._count(num_bytes=self._shared.start(agreed.shared))
+        taken = agreed.touched - agreed.late
         for index, reduction in current.started.items():
             reduction.wait()
-            self._buckets[index].unpack(agreed.touched - agreed.late)
+            self._buckets[index].unpack(taken)
         self._reduce_again(agreed.late)
         self._shared.finish()
         self._count(seconds_waited=time.perf_counter() - begin)
-        self._close(current, agreed.touched)
+        self._close(current, agreed.touched, self._named_except(taken))
+
+    def _refuse_shared_velocities(self, agreed: bytes) -> None:
+        names = self._shared.touched(agreed) if self._hook.momentum else []
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ConfigurationError(
+                f"TopK(momentum={self._hook.momentum}) gives momentum to the parameters of stages, but"
+                f" {', '.join(map(repr, names[:5]))}{more} are outside of them or shared between them. Leave momentum"
+                " to the optimizer (TopK(momentum=0)), or use pipeline_parallel_size=1."
+            )
+
+    def _named_except(self, taken: set[int]) -> set[str]:
+        return {name for position, (name, _) in enumerate(self._named) if position not in taken}
 
     def _reduce_again(self, late: set[int]) -> None:
         # The gradient itself is still the local sum, as results are only written back at the end, so reduce it whole.
@@ -303,13 +321,13 @@ class GradientReducer:
             bucket.unpack(late)
             self._count(num_reductions=1, num_bytes=reduction.num_bytes, num_late=len(members))
 
-    def _close(self, current: _Round, touched: set[int]) -> None:
+    def _close(self, current: _Round, touched: set[int], unused: set[str]) -> None:
         for position in touched:
             self._touched[position] = 0
         self._in_flight = []
         self._counts_as_ready = True
         self._count(num_rounds=1)
-        self._hook.finish_round()
+        self._hook.finish_round(unused)
         if not self._rebuilt and self._named:
             self._rebuilt = True
             self._rebuild_buckets(current.order)
@@ -343,8 +361,8 @@ class GradientReducer:
         named = [(position, self._named[position]) for position in members]
         return Bucket(index, named, self._mesh.data_group, self._mesh.data_size)
 
-    def _count(self, **counts: float) -> None:
-        self._statistics = self._statistics.plus(**counts)
+    def _count(self, **counts: Any) -> None:
+        self._statistics += ReductionStatistics(**counts)
 
 
 def _is_expected(bucket: Bucket, current: _Round) -> bool:

@@ -192,7 +192,7 @@ class HybridStrategy(CheckpointStrategy):
 
     @property
     def time_split(self) -> TimeSplit:
-        """Where the time of the training steps of this run went on this rank, so far; its first two don't count."""
+        """Where the time of training steps went on this rank, in this or the last `fit`; the first two don't count."""
         return TimeSplit() if self._times is None else self._times.split
 
     # ---- launch ------------------------------------------------------------------------------------------------------
@@ -417,6 +417,14 @@ class HybridStrategy(CheckpointStrategy):
             dist.broadcast(tensor.data, src=0)
 
     def _check_optimizers(self) -> None:
+        momentum = 0.0 if self._policy is None else self._policy.momentum
+        for optimizer in self.optimizers if momentum else []:
+            if any(group.get("momentum") for group in optimizer.param_groups):
+                raise ConfigurationError(
+                    f"TopK(momentum={momentum}) gives gradients a momentum before they are chosen, and"
+                    f" {type(optimizer).__name__}(momentum={optimizer.param_groups[0]['momentum']}) would give them"
+                    " another: use momentum=0 in one of the two."
+                )
         if self.mesh.pipeline_size == 1:
             return
         for optimizer in self.optimizers:
@@ -585,7 +593,9 @@ class HybridStrategy(CheckpointStrategy):
     def teardown(self) -> None:
         """Give every rank the whole module on CPU and release devices."""
         trainer = getattr(self.lightning_module, "_trainer", None)
-        if (advice := self.time_split.advice()) is not None:
+        # A later validation or test has nothing to say of the training before it.
+        fitted = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        if fitted and (advice := self.time_split.advice()) is not None:
             rank_zero_warn(advice)
         if self._networks is not None:
             if self._may_communicate():
