@@ -30,6 +30,7 @@ _NUMEL = 1 << 20
 _BYTES = 4
 # Seconds that a measurement may take, if the link is fast enough.
 _SPEND = 0.5
+_SLOW = 2.0
 
 
 def predicted(bandwidth: float, costs: Mapping[str, tuple[float, float]], size: int) -> dict[str, float]:
@@ -94,8 +95,11 @@ def link_bandwidth(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def repeats(seconds: float) -> int:
-    """How often to repeat what took so long the first time, when connections were still to be made."""
-    return max(1, min(50, int(_SPEND / seconds)))
+    """How often to repeat what took so long the first time, when connections were still to be made.
+
+    At least a few times: the first time may have been slow by chance. On very slow links nothing changes the answer.
+    """
+    return max(1 if seconds > _SLOW else 4, min(50, int(_SPEND / seconds)))
 
 
 def _work(codec: BlockwiseCompressor, group: dist.ProcessGroup, device: torch.device, wire: float) -> float:
