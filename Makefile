@@ -29,6 +29,7 @@ docs: $(READY)
 	@echo "docs/_build/index.html"
 
 bench: $(READY)
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[benchmarks]"
 	@for script in $(basename $(filter-out benchmarks/__init__.py benchmarks/two_ranks.py,$(wildcard benchmarks/*.py))); do $(BIN)/python -m $$(echo $$script | tr / .) || exit 1; done
 
 $(READY): pyproject.toml constraints.txt

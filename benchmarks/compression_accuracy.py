@@ -31,6 +31,9 @@ CODECS: dict[str, Compressor | None] = {
     **{name: from_name(name) for name in ("bf16", "int8", "int4", "int2")},
     "onebit": OneBit(warmup_steps=20),
     "topk": TopK(ratio=0.01, warmup_steps=20),
+    "topk 0.1 %": TopK(ratio=0.001),
+    "topk 0.1 %, ramp": TopK(ratio=0.001, warmup_steps=20, ramp_steps=80),
+    "topk 0.1 %, ramp, momentum": TopK(ratio=0.001, warmup_steps=20, ramp_steps=80, momentum=0.9),
     "powersgd": PowerSGD(rank=2),
 }
 BATCH = 64
@@ -47,11 +50,17 @@ def network() -> nn.Module:
 
 
 class Digits(pl.LightningModule):
-    """SGD with momentum and a cosine schedule."""
+    """SGD with momentum and a cosine schedule.
 
-    def __init__(self, epochs: int) -> None:
+    Args:
+        epochs: Length of the schedule.
+        momentum: Of the optimizer.
+    """
+
+    def __init__(self, epochs: int, momentum: float = 0.9) -> None:
         super().__init__()
         self.net = network()
+        self.momentum = momentum
         self.epochs = epochs
         self.losses: list[float] = []
         self._epoch: list[float] = []
@@ -70,7 +79,7 @@ class Digits(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """SGD with momentum."""
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=self.momentum, weight_decay=1e-4)
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)]
 
 
@@ -101,7 +110,8 @@ def train(codec: Compressor | None, seed: int, epochs: int) -> dict[str, Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = Digits(epochs)
+    corrected = isinstance(codec, TopK) and codec.momentum
+    module = Digits(epochs, momentum=0.0 if corrected else 0.9)
     trainer.fit(module, DataLoader(train_set, BATCH // 2, shuffle=True))
     module.eval()
     with torch.no_grad():
@@ -139,7 +149,7 @@ def main() -> None:
     for name in arguments.codecs:
         codec = CODECS[name]
         rows.append((name, codec is not None, codec))
-        if codec is not None and name not in ("bf16", "int8"):
+        if codec is not None and name in ("int4", "int2", "onebit", "topk", "powersgd"):
             rows.append((name, False, dataclasses.replace(codec, error_feedback=False)))
     jobs = [(codec, seed) for _, _, codec in rows for seed in range(arguments.seeds)]
     results = iter(run_two_ranks(_rank, jobs, arguments.epochs, count=len(jobs)))

@@ -18,12 +18,13 @@ is the cost of sending, of the loss and the optimizer, and of waiting. The limit
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -104,87 +105,94 @@ class Contenders:
     """What each rank runs, by name; every call returns seconds per step."""
 
     def __init__(self, rank: int, work: Work, steps: int) -> None:
-        self._rank = rank
-        self._work = work
-        self._steps = steps
+        self.rank = rank
+        self.work = work
+        self.steps = steps
         torch.manual_seed(0)
-        self._network = work.network()
-        self._images = torch.randn(work.batch, 3, work.size, work.size)
-        self._labels = torch.randint(0, 4, (work.batch,))
-        self._program = Partitioner(self._network, 2).program((self._images,), {})
+        self.network = work.network()
+        self.images = torch.randn(work.batch, 3, work.size, work.size)
+        self.labels = torch.randint(0, 4, (work.batch,))
+        self.program = Partitioner(self.network, 2).program((self.images,), {})
         self.balances: list[float] = []
-        self._raw = RawGPipe(rank, self._network, self._program, work, self._images)
+        self._raw = RawGPipe(rank, self.network, self.program, work, self.images)
 
     def run(self) -> dict[str, float]:
         """One round."""
         return {
-            "one process": self._alone(),
+            "one process": self.alone(),
             "two alone": self._two_alone(),
-            "stages alone": self._stages_alone(),
-            "ours P=2": self._fit(HybridStrategy(2, 1, num_microbatches=self._work.microbatches), 1),
-            "raw GPipe": self._timed(lambda: self._raw.step(self._images, self._labels)),
-            "ddp": self._fit("ddp", 2),
-            "ours D=2": self._fit(HybridStrategy(1, 2), 2),
+            "stages alone": self.stages_alone(),
+            "ours P=2": self.fit(HybridStrategy(2, 1, num_microbatches=self.work.microbatches), 1),
+            "raw GPipe": self.timed(lambda: self._raw.step(self.images, self.labels)),
+            "ddp": self.fit("ddp", 2),
+            "ours D=2": self.fit(HybridStrategy(1, 2), 2),
         }
 
-    def _stages_alone(self) -> float:
+    def stages_alone(self) -> float:
         """The slower stage's time; notes the balance."""
-        program, work = self._program, self._work
-        stage = program.stages[self._rank]
+        program, work = self.program, self.work
+        stage = program.stages[self.rank]
         received: list[list[Tensor]] = [[] for _ in range(work.microbatches)]
-        images = self._images.chunk(work.microbatches)
-        if self._rank == 1:
+        images = self.images.chunk(work.microbatches)
+        if self.rank == 1:
             with torch.no_grad():
                 for m, part in enumerate(images):
                     values = dict(
-                        zip(program.stages[0].sends, program.stages[0](self._network, [part], [])[0], strict=True)
+                        zip(program.stages[0].sends, program.stages[0](self.network, [part], [])[0], strict=True)
                     )
                     received[m] = [values[name].requires_grad_() for name in stage.receives]
 
         def step() -> None:
             made = []
             for part, values in zip(images, received, strict=True):
-                sent, outputs = stage(self._network, [part] if stage.inputs else [], values)
+                sent, outputs = stage(self.network, [part] if stage.inputs else [], values)
                 made.append([tensor for tensor in (*sent, *outputs) if tensor.requires_grad])
             for tensors in made:
                 torch.autograd.backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
 
-        own = self._timed(step)
+        own = self.timed(step)
         times = [torch.zeros(1, dtype=torch.float64) for _ in range(2)]
         dist.all_gather(times, torch.tensor([own], dtype=torch.float64))
         seconds = [float(one) for one in times]
         self.balances.append(statistics.mean(seconds) / max(seconds))
         return max(seconds)
 
-    def _alone(self) -> float:
-        seconds = _median_time(self._whole_step(self._work.batch), self._steps) if self._rank == 0 else 0.0
+    def alone(self) -> float:
+        """Seconds of a step of the whole network on rank 0, the other core idle."""
+        seconds = median_time(self._whole_step(self.work.batch), self.steps) if self.rank == 0 else 0.0
         dist.barrier()
         return seconds
 
+    def fresh_network(self) -> nn.Module:
+        """The network with the weights of the others."""
+        return copy.deepcopy(self.network)
+
     def _two_alone(self) -> float:
-        return self._timed(self._whole_step(self._work.batch // 2))
+        return self.timed(self._whole_step(self.work.batch // 2))
 
     def _whole_step(self, batch: int) -> Callable[[], None]:
-        network = self._work.network()
+        network = self.work.network()
         optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
 
         def step() -> None:
             optimizer.zero_grad()
-            self._work.loss(network(self._images[:batch]), self._labels[:batch]).backward()
+            self.work.loss(network(self.images[:batch]), self.labels[:batch]).backward()
             optimizer.step()
 
         return step
 
-    def _timed(self, step: Callable[[], None]) -> float:
+    def timed(self, step: Callable[[], None]) -> float:
+        """Seconds of a step that both ranks run."""
         dist.barrier()
-        return _median_time(step, self._steps)
+        return median_time(step, self.steps)
 
-    def _fit(self, strategy: Any, replicas: int) -> float:
+    def fit(self, strategy: Any, replicas: int) -> float:
+        """Seconds of a step of a Trainer."""
         dist.barrier()
-        per_replica = self._work.batch // replicas
-        count = (self._steps + WARM_UP) * self._work.batch
-        data = TensorDataset(self._images[:1].expand(count, -1, -1, -1), self._labels[:1].expand(count))
-        module = Module(self._work)
+        per_replica = self.work.batch // replicas
+        count = (self.steps + WARM_UP) * self.work.batch
+        data = TensorDataset(self.images[:1].expand(count, -1, -1, -1), self.labels[:1].expand(count))
+        module = Module(self.work)
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=2,
@@ -204,8 +212,8 @@ class RawGPipe:
     """`torch.distributed.pipelining` with our cut."""
 
     def __init__(self, rank: int, network: nn.Module, program: Program, work: Work, images: Tensor) -> None:
-        self._rank = rank
-        stage = _StageModule(network, program, rank)
+        self.rank = rank
+        stage = StageModule(network, program, rank)
         own = nn.ModuleList(network.get_submodule(name) for name in program.stages[rank].modules)
         self._optimizer = torch.optim.SGD(own.parameters(), lr=0.01)
         self._stage = PipelineStage(stage, rank, 2, torch.device("cpu"))
@@ -214,7 +222,7 @@ class RawGPipe:
     def step(self, images: Tensor, labels: Tensor) -> None:
         """One training step."""
         self._optimizer.zero_grad()
-        if self._rank == 0:
+        if self.rank == 0:
             self._schedule.step(images)
         else:
             self._schedule.step(target=labels, losses=[])
@@ -233,7 +241,7 @@ class _Dense(torch.autograd.Function):
         return gradient.contiguous()
 
 
-class _StageModule(nn.Module):
+class StageModule(nn.Module):
     """A stage as the module that the library wants: several values travel as a tuple."""
 
     def __init__(self, network: nn.Module, program: Program, rank: int) -> None:
@@ -244,6 +252,7 @@ class _StageModule(nn.Module):
         self.order = [self.stage.sends.index(name) for name in later]
 
     def forward(self, *values: Tensor) -> Any:
+        """Run the stage."""
         # The library sends strided values and gradients as they are, which its transport refuses.
         values = tuple(_Dense.apply(value) for value in values)
         taken = len(self.stage.inputs)
@@ -253,7 +262,8 @@ class _StageModule(nn.Module):
         return made if len(made) > 1 else made[0]
 
 
-def _median_time(step: Callable[[], None], steps: int) -> float:
+def median_time(step: Callable[[], None], steps: int) -> float:
+    """Median of the seconds that calls take, after some that don't count."""
     times = []
     for _ in range(steps + WARM_UP):
         begin = time.perf_counter()
@@ -262,9 +272,29 @@ def _median_time(step: Callable[[], None], steps: int) -> float:
     return statistics.median(times[WARM_UP:])
 
 
+_ALL_CPUS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+@contextlib.contextmanager
+def pin_rank(rank: int | None) -> Iterator[None]:
+    """Run on a core of the rank's own; on all of them for `None`."""
+    if len(_ALL_CPUS) < 2:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, set(_ALL_CPUS) if rank is None else {_ALL_CPUS[rank % len(_ALL_CPUS)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def _rank(rank: int, put: Callable[[Any], None], name: str, rounds: int, steps: int) -> None:
-    if hasattr(os, "sched_setaffinity") and len(os.sched_getaffinity(0)) > 1:
-        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % len(os.sched_getaffinity(0))]})
+    with pin_rank(rank):
+        _measure(rank, put, name, rounds, steps)
+
+
+def _measure(rank: int, put: Callable[[Any], None], name: str, rounds: int, steps: int) -> None:
     dist.init_process_group("gloo")
     contenders = Contenders(rank, WORKS[name], steps)
     measured = [contenders.run() for _ in range(rounds)]

@@ -7,6 +7,9 @@ import contextlib
 import copy
 import functools
 import itertools
+import os
+import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -182,7 +185,31 @@ def start_process_group(strategy: Any, timeout: Any) -> None:
         return
     device = strategy.root_device
     backend = strategy.process_group_backend or _get_default_process_group_backend_for_device(device)
-    _init_dist_connection(environment, backend, timeout=timeout, device_id=device if device.type != "cpu" else None)
+    more: dict[str, Any] = {"timeout": timeout, "device_id": device if device.type != "cpu" else None}
+    if strategy.num_nodes == 1 and _meets_on_loopback(environment) and not dist.is_initialized():
+        more["store"] = _loopback_store(environment, timeout)
+        if any(name == "lo" for _, name in socket.if_nameindex()):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    _init_dist_connection(environment, backend, **more)
+
+
+def _meets_on_loopback(environment: Any) -> bool:
+    # torchrun serves a store of its own.
+    return environment.main_address in ("127.0.0.1", "localhost") and "TORCHELASTIC_RUN_ID" not in os.environ
+
+
+def _loopback_store(environment: Any, timeout: Any) -> Any:
+    """The store that ranks of one machine meet at; torch's own would listen on all interfaces (torch 2.14)."""
+    address, port, size = "127.0.0.1", environment.main_port, environment.world_size()
+    if environment.global_rank() != 0:
+        return dist.TCPStore(address, port, size, False, timeout, wait_for_workers=False)
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((address, port))
+    listener.listen(4096)
+    return dist.TCPStore(
+        address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+    )
 
 
 def next_run_number() -> int:
@@ -211,6 +238,59 @@ def take_over_samplers(trainer: Any) -> bool:
 def give_back_samplers(trainer: Any, wanted: bool) -> None:
     """Undo `take_over_samplers` (Lightning 2.6)."""
     trainer._accelerator_connector.use_distributed_sampler = wanted
+
+
+def is_between_steps(trainer: Any, batch_idx: int) -> bool:
+    """Whether the optimizer has stepped after this batch, so that no gradients wait, and more batches follow (2.6)."""
+    if trainer.is_last_batch:
+        return False
+    automatic = trainer.lightning_module.automatic_optimization
+    return not automatic or (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+
+
+def ignore_signals(trainer: Any, numbers: Sequence[int]) -> None:
+    """Ignore signals from now on, also after Lightning gives handlers back at its end (2.6)."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+        trainer._signal_connector._original_handlers[signal.Signals(number)] = signal.SIG_IGN
+
+
+def preemption_path(trainer: Any) -> str:
+    """Where a checkpoint goes that the next start should find (2.6).
+
+    `last.ckpt` beside those of the first `ModelCheckpoint`, for `ckpt_path="last"`; without one, and under SLURM, the
+    file that Lightning takes for `ckpt_path="hpc"`.
+    """
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+    callback = next((c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)), None)
+    if callback is None or callback.dirpath is None or SLURMEnvironment.detect():
+        return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+    # Joined as text: it may be a URL.
+    return f"{callback.dirpath}/{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
+
+
+def zero_grad_follows(trainer: Any) -> bool:
+    """Whether Lightning zeroes gradients between this training step and its backward (2.6)."""
+    loop = trainer.fit_loop.epoch_loop
+    optimization = loop.automatic_optimization
+    return not optimization._skip_backward and loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+
+def backward_follows(trainer: Any) -> bool:
+    """Whether a backward comes after this training step; none does while statistics are only updated (2.6)."""
+    return not trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
+
+
+def metric_step_value(metric: Any) -> Any:
+    """What a torchmetrics metric found in its last `forward` (1.8); `None` if it was only updated."""
+    return metric._forward_cache
+
+
+def set_metric_step_value(metric: Any, value: Any) -> None:
+    """Change what Lightning logs for a metric on a step."""
+    metric._forward_cache = value
 
 
 def optimizers_to_device(optimizers: Any, device: torch.device) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "auto"]
 BalanceName = Literal["flops", "time", "memory", "parameters"]
-CheckpointingName = Literal["never", "except_last", "always"]
+CheckpointingName = Literal["never", "except_last", "always", "auto"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 Auto = Literal["auto"]
 NumaMode = Literal["node", "cores"]
@@ -14,7 +14,8 @@ MemoryPolicy = Literal["preferred", "bind", "off"]
 Size = int | Auto
 Balance = BalanceName | Sequence[float]
 
-AVAILABLE_SCHEDULES = ("gpipe",)
+STEP_SCHEDULES = ("1f1b", "interleaved_1f1b", "zero_bubble")
+"""Those that run the user's step once for each microbatch."""
 
 
 class ConfigurationError(ValueError):
@@ -72,18 +73,23 @@ class HybridOptions:
         _check_choice("schedule", self.schedule, get_args(ScheduleName))
         _check_choice("activation_checkpointing", self.activation_checkpointing, get_args(CheckpointingName))
         _check_choice("zero_stage", self.zero_stage, (0, 1, 2, 3))
+        _check_stages_per_rank(self.schedule, self.stages_per_rank)
         _check_balance(self.balance)
         if not isinstance(self.numa, NumaBinding):
             _check_choice("numa", self.numa, ("auto", "off", NumaBinding()))
         self._check_availability()
 
     def _check_availability(self) -> None:
-        if self.schedule not in (*AVAILABLE_SCHEDULES, "auto"):
-            raise _not_yet("schedule", self.schedule, f"use one of {', '.join(map(repr, AVAILABLE_SCHEDULES))}")
-        if self.stages_per_rank != 1:
-            raise _not_yet("stages_per_rank", self.stages_per_rank, "leave it at 1")
-        if self.activation_checkpointing != "never":
-            raise _not_yet("activation_checkpointing", self.activation_checkpointing, "leave it at 'never'")
+        if self.zero_stage > 0 and self.schedule in STEP_SCHEDULES:
+            raise _not_yet(
+                "schedule", self.schedule, f"zero_stage={self.zero_stage} goes with 'gpipe', use that or zero_stage=0"
+            )
+        if self.zero_stage > 0 and self.activation_checkpointing != "never":
+            raise _not_yet(
+                "activation_checkpointing",
+                self.activation_checkpointing,
+                f"zero_stage={self.zero_stage} goes with 'never', use that or zero_stage=0",
+            )
 
 
 def _check_size(name: str, value: Any) -> None:
@@ -91,6 +97,19 @@ def _check_size(name: str, value: Any) -> None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigurationError(f"{name}={value!r}: give a whole number of at least 1, or 'auto'.")
+
+
+def _check_stages_per_rank(schedule: str, stages_per_rank: Any) -> None:
+    if not isinstance(stages_per_rank, int) or isinstance(stages_per_rank, bool) or stages_per_rank < 1:
+        raise ConfigurationError(f"stages_per_rank={stages_per_rank!r}: give a whole number of at least 1.")
+    if schedule == "interleaved_1f1b" and stages_per_rank == 1:
+        raise ConfigurationError(
+            "schedule='interleaved_1f1b' with stages_per_rank=1 is '1f1b': give stages_per_rank=2 or more."
+        )
+    if stages_per_rank > 1 and schedule not in ("interleaved_1f1b", "zero_bubble"):
+        raise ConfigurationError(
+            f"stages_per_rank={stages_per_rank} needs schedule='interleaved_1f1b' or 'zero_bubble', not {schedule!r}."
+        )
 
 
 def _check_choice(name: str, value: Any, known: Sequence[Any]) -> None:

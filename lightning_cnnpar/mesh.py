@@ -138,6 +138,13 @@ def create_data_group(mesh: Mesh) -> dist.ProcessGroup:
     return _own_group(_columns(mesh.data_size, mesh.pipeline_size), mesh.pipeline_rank, None, mesh.timeout)
 
 
+def create_world_group(mesh: Mesh) -> dist.ProcessGroup | None:
+    """A group of all ranks on the CPU; `None` for a single rank. Every rank of the world calls this."""
+    if mesh.world_size == 1:
+        return None
+    return _own_group([list(range(mesh.world_size))], 0, "gloo", mesh.timeout)
+
+
 def _columns(data_size: int, pipeline_size: int) -> list[list[int]]:
     """Ranks that hold the same stage, by stage."""
     return [[d * pipeline_size + p for d in range(data_size)] for p in range(pipeline_size)]

@@ -37,6 +37,7 @@ class ParallelPlan:
         num_microbatches: Microbatches that a batch is cut into.
         stages: Every stage of every network.
         reason: Why this layout was chosen.
+        stages_per_rank: V, stages of a network on each rank.
     """
 
     pipeline_parallel_size: int
@@ -45,12 +46,18 @@ class ParallelPlan:
     num_microbatches: int = 1
     stages: tuple[StagePlan, ...] = ()
     reason: str = ""
+    stages_per_rank: int = 1
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of a step in which a rank waits, (P - 1) / (M + P - 1) for GPipe with equal stages."""
-        waiting = self.pipeline_parallel_size - 1
-        return waiting / (self.num_microbatches + waiting)
+        """Share of a step in which a rank waits, with equal stages.
+
+        (P - 1) / (M + P - 1) for GPipe and 1F1B; P - 1 is divided by V for interleaved stages, and M multiplied by 3
+        for a zero-bubble schedule.
+        """
+        waiting = (self.pipeline_parallel_size - 1) / self.stages_per_rank
+        working = self.num_microbatches * (3 if self.schedule == "zero_bubble" else 1)
+        return waiting / (working + waiting)
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` reads it back to an equal plan."""

@@ -69,6 +69,21 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
+def entries(tree: Any) -> Sequence[Any] | None:
+    """What a container holds, one level deep; `None` for a leaf."""
+    described = _describe(tree)
+    return None if described is None else described[2]
+
+
+def rebuild(tree: Any, entries: Sequence[Any]) -> Any:
+    """A container like `tree` with other entries, one level deep."""
+    described = _describe(tree)
+    if described is None:
+        raise ValueError(f"{type(tree).__name__} is no container.")
+    kind, keys, _ = described
+    return _build(TreeSpec(kind, type(tree), keys, (LEAF,) * len(entries)), iter(entries))
+
+
 def _flatten_into(tree: Any, leaves: Leaves) -> TreeSpec:
     described = _describe(tree)
     if described is None:

@@ -1,14 +1,13 @@
-"""Whether compression pays here, found by measuring the link and the codecs.
+"""Whether compression pays here, found by measuring the link, and the whole way of a bucket through each codec.
 
 For n gradients on N ranks, with b bytes a second on the wire, a step takes
 
     plain      2 (N - 1) / N · 4 n / b
-    encoded    2 (N - 1) / N · 4 n · share / b  +  n · (1.5 encode + 3 decode) · 3
+    encoded    2 (N - 1) / N · 4 n · share / b  +  n · work · 2
 
-since each rank encodes n values and the sum's n / N, and decodes its own, the others' and the sum. Sending goes on
-beside the backward pass, but codecs compete with it for the cores, and find their values in no cache: hence the factor,
-without which the forecast was too good over loopback. The mildest way is taken unless a stronger one is faster by
-`_WORTH`.
+where `work` is what encoding, residuals and decoding take: the time of a bucket's exchange less that of its bytes on
+the wire. Sending goes on beside the backward pass, but this work competes with it for the cores, and finds its values
+in no cache: hence the factor. The mildest way is taken unless a stronger one is faster by `_WORTH`.
 """
 
 import time
@@ -19,14 +18,19 @@ import torch
 import torch.distributed as dist
 
 from lightning_cnnpar.compression.base import BlockwiseCompressor
+from lightning_cnnpar.compression.engine import CompressionEngine, Part
+from lightning_cnnpar.compression.policy import CompressionPolicy
 from lightning_cnnpar.compression.quantize import BFloat16, Int4, Int8
 from lightning_cnnpar.compression.swap import ring_bytes
 
 _CANDIDATES = (BFloat16(), Int8(), Int4())
 _WORTH = 0.25
-_COMPETES = 3.0
+_COMPETES = 2.0
 _NUMEL = 1 << 20
 _BYTES = 4
+# Seconds that a measurement may take, if the link is fast enough.
+_SPEND = 0.5
+_SLOW = 2.0
 
 
 def predicted(bandwidth: float, costs: Mapping[str, tuple[float, float]], size: int) -> dict[str, float]:
@@ -51,13 +55,19 @@ def mildest(seconds: Mapping[str, float]) -> str:
 
 
 def choose_compressor(group: dist.ProcessGroup, device: torch.device) -> tuple[str | None, str]:
-    """The compressor to take, and a line that says why; a collective of the group, the same on all its ranks."""
+    """The compressor to take, and a line that says why: the same on all ranks of the world, which all call this.
+
+    Args:
+        group: The ranks that average the same gradients.
+        device: Where these are.
+    """
     size = dist.get_world_size(group)
-    numbers = torch.tensor(
-        [_bandwidth(group, device), *(-_cost(codec, device) for codec in _CANDIDATES)], device=device
-    )
-    # The slowest link and the slowest rank decide.
-    dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=group)
+    bandwidth = link_bandwidth(group, device)
+    wire = ring_bytes(size, _BYTES * _NUMEL) / bandwidth
+    work = {codec.name: _work(codec, group, device, wire) for codec in _CANDIDATES}
+    # The slowest link and the slowest rank of all stages decide: they save what compression keeps together.
+    numbers = torch.tensor([bandwidth, *(-one for one in work.values())], device=device)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MIN)
     bandwidth, *slowest = numbers.tolist()
     costs = {codec.name: (-cost, _share(codec)) for codec, cost in zip(_CANDIDATES, slowest, strict=True)}
     seconds = predicted(bandwidth, costs, size)
@@ -67,27 +77,63 @@ def choose_compressor(group: dist.ProcessGroup, device: torch.device) -> tuple[s
     return (None if chosen == "none" else chosen), why
 
 
-def _bandwidth(group: dist.ProcessGroup, device: torch.device) -> float:
+def link_bandwidth(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Bytes a second that this rank sends in an all-reduce; a collective of the group.
+
+    The best of several. Whatever else the machine does at the moment makes a link look slower than it is, and then
+    compression look better: on fast links there is time for many.
+    """
     values = torch.ones(_NUMEL, device=device)
-    seconds = _fastest(lambda: dist.all_reduce(values, group=group), device)
+
+    def reduce() -> None:
+        dist.all_reduce(values, group=group)
+
+    first = torch.tensor([_fastest(reduce, device, 1)], device=device)
+    dist.all_reduce(first, op=dist.ReduceOp.MAX, group=group)
+    seconds = _fastest(reduce, device, repeats(float(first)))
     return ring_bytes(dist.get_world_size(group), _BYTES * _NUMEL) / seconds
 
 
-def _cost(codec: BlockwiseCompressor, device: torch.device) -> float:
+def repeats(seconds: float) -> int:
+    """How often to repeat what took so long the first time, when connections were still to be made.
+
+    At least a few times: the first time may have been slow by chance. On very slow links nothing changes the answer.
+    """
+    return max(1 if seconds > _SLOW else 4, min(50, int(_SPEND / seconds)))
+
+
+def _work(codec: BlockwiseCompressor, group: dist.ProcessGroup, device: torch.device, wire: float) -> float:
+    """Seconds an element that all but sending takes.
+
+    Args:
+        codec: What encodes.
+        group: The ranks; all of them call this.
+        device: Where gradients are.
+        wire: Seconds that plain values take.
+    """
+    engine = CompressionEngine(CompressionPolicy.of(codec), group=group, device=device)
     values = torch.linspace(-1, 1, _NUMEL, device=device)
-    payload, out = codec.encode(values), torch.empty_like(values)
-    encode = _fastest(lambda: codec.encode(values), device)
-    decode = _fastest(lambda: codec.decode(payload, out), device)
-    return _COMPETES * (1.5 * encode + 3 * decode) / _NUMEL
+    part = Part("probe", values, (1024, _NUMEL // 1024))
+
+    def exchange() -> None:
+        engine.start(0, [part]).wait()
+        engine.finish_step()
+        values.mul_(1.0 / dist.get_world_size(group))
+
+    first = torch.tensor([_fastest(exchange, device, 1)], device=device)
+    dist.all_reduce(first, op=dist.ReduceOp.MAX, group=group)
+    seconds = _fastest(exchange, device, repeats(float(first)))
+    engine.close()
+    return _COMPETES * max(seconds - wire * _share(codec), 0.0) / _NUMEL
 
 
 def _share(codec: BlockwiseCompressor) -> float:
     return codec.payload_size(_NUMEL) / (_BYTES * _NUMEL)
 
 
-def _fastest(work: Callable[[], Any], device: torch.device) -> float:
+def _fastest(work: Callable[[], Any], device: torch.device, times_to_try: int) -> float:
     times = []
-    for _ in range(3):
+    for _ in range(times_to_try):
         begin = time.perf_counter()
         work()
         if device.type == "cuda":

@@ -8,20 +8,24 @@ The sender has a process group of its own, so nothing of other threads comes bet
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_cnnpar.compression.base import BlockwiseCompressor, Compressor
-from lightning_cnnpar.compression.exchange import Blockwise, Dense, Exchange, LowRank, Part, Site, Sparse
+from lightning_cnnpar.compression.exchange import Dense, Exchange, Part, Site
+from lightning_cnnpar.compression.low_rank import LowRank
 from lightning_cnnpar.compression.policy import CompressionPolicy
 from lightning_cnnpar.compression.powersgd import PowerSGD
 from lightning_cnnpar.compression.residual import Residuals
+from lightning_cnnpar.compression.sparse import Sparse
 from lightning_cnnpar.compression.swap import ring_bytes
 from lightning_cnnpar.compression.topk import TopK
+from lightning_cnnpar.compression.two_phase import Blockwise
 from lightning_cnnpar.metrics import Totals
 
 __all__ = ["CompressionEngine", "CompressionStatistics", "Part", "Pending"]
@@ -85,6 +89,7 @@ class CompressionEngine:
         step: Optimizer steps before the present one.
         statistics: Of the run so far.
         last: Of the last step.
+        momentum: Of the velocities that are summed in place of gradients; 0 for none.
     """
 
     def __init__(
@@ -98,11 +103,12 @@ class CompressionEngine:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         self.residuals = Residuals(rank, size)
         self.step = 0
+        self.momentum = policy.momentum
         self.statistics = CompressionStatistics()
         self.last = CompressionStatistics()
         self._policy = policy
         self._loss_scale = loss_scale
-        self._site = Site(group=group, rank=rank, size=size, residuals=self.residuals)
+        self._site = Site(group=group, rank=rank, size=size, residuals=self.residuals, momentum=policy.momentum)
         self._runner: _Threads | _Stream = _Threads() if device.type == "cpu" else _Stream(device)
         self._begun = False
         self._current = CompressionStatistics()
@@ -133,23 +139,35 @@ class CompressionEngine:
         )
         return Pending(done, payload_bytes)
 
-    def finish_step(self) -> CompressionStatistics:
+    def finish_step(self, unused: Collection[str] = ()) -> CompressionStatistics:
         """All buckets of a step have been waited for: drops the residuals of a step that was not finite everywhere.
 
         The step counts once the next one begins; `take_back` before that undoes it.
 
+        Args:
+            unused: Parameters whose sums nobody uses, the same on all ranks: their residuals stay as they were.
+
         Returns:
             What this step sent.
         """
+        self.residuals.withdraw(unused)
         if any(bool(fault) for fault in self._site.faults):
             self.residuals.discard()
         self.last = self._current + CompressionStatistics(
             steps=1, encode_seconds=self._seconds["encode"], send_seconds=self._seconds["send"]
         )
         self.statistics += self.last
-        self._begun, self._current, self._seconds = False, CompressionStatistics(), {"encode": 0.0, "send": 0.0}
+        self._reset()
         self.step += 1
         return self.last
+
+    def abandon_step(self) -> None:
+        """All buckets that were started have been waited for, but the step was given up: it never took place."""
+        self.residuals.discard()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._begun, self._current, self._seconds = False, CompressionStatistics(), {"encode": 0.0, "send": 0.0}
 
     def take_back(self) -> None:
         """The optimizer skips the step, since some rank of the world had gradients that were not finite."""
@@ -166,19 +184,25 @@ class CompressionEngine:
 
         Args:
             group: The same ranks, on the CPU. All of them call this, between two steps.
+
+        Returns:
+            `step`; `residuals`, see `Residuals.gather`; and `waiting`, what was loaded and not taken up so far.
         """
         self.residuals.commit()
-        return {"step": self.step, "residuals": self.residuals.gather(group)}
+        return {"step": self.step, "residuals": self.residuals.gather(group), "waiting": self.residuals.saved}
 
-    def load_state(self, state: Mapping[str, Any], names: Mapping[str, torch.device]) -> None:
-        """Go on from what `gather_state` returned; the number of replicas may be another.
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `gather_state` returned, before the first step; the number of replicas may be another."""
+        self.step = int(state["step"])
+        self.residuals.load({**state.get("waiting", {}), **state["residuals"]})
+
+    def take_up(self, parameters: Mapping[str, Tensor]) -> None:
+        """These parameters are on this rank: each goes on from what was loaded for it, the first time it is named.
 
         Args:
-            state: What was gathered.
-            names: This rank's parameters, and where each lives.
+            parameters: By name, in the memory format of their gradients.
         """
-        self.step = int(state["step"])
-        self.residuals.load(state["residuals"], names)
+        self.residuals.take_up(parameters)
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 

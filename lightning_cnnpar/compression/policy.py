@@ -45,6 +45,14 @@ class CompressionPolicy:
 
     phases: tuple[tuple[int, tuple[tuple[str, Compressor | None], ...]], ...]
 
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself."""
+        if len(self._momenta()) > 1:
+            raise ConfigurationError(
+                f"compression has TopK(momentum=...) of {' and '.join(map(str, sorted(self._momenta())))}: velocities"
+                " belong to the whole run, so give the same everywhere."
+            )
+
     @classmethod
     def of(cls, compression: Any) -> "CompressionPolicy":
         """The policy that a user means.
@@ -77,7 +85,16 @@ class CompressionPolicy:
             return dataclasses.replace(_WARM_UP, error_feedback=found.error_feedback)
         if isinstance(found, PowerSGD) and not found.pays(shape):
             return None
-        return found
+        return found.at_step(step - found.warmup_steps) if isinstance(found, TopK) else found
+
+    @property
+    def momentum(self) -> float:
+        """Momentum of the velocities that travel in place of gradients; 0 for none."""
+        return max(self._momenta())
+
+    def _momenta(self) -> set[float]:
+        taken = [what for _, patterns in self.phases for _, what in patterns]
+        return {what.momentum for what in taken if isinstance(what, TopK)} or {0.0}
 
 
 def _patterns(what: Any) -> tuple[tuple[str, Compressor | None], ...]:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from lightning_cnnpar.compression.base import Compressor
-from lightning_cnnpar.config import ConfigurationError
 
 
 @final
@@ -33,8 +32,7 @@ class PowerSGD(Compressor):
     def __post_init__(self) -> None:
         """Refuse values that can't work."""
         super().__post_init__()
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
-            raise ConfigurationError(f"PowerSGD(rank={self.rank!r}): give a whole number of at least 1, such as 2.")
+        self._at_least("rank", self.rank, 1)
 
     def pays(self, shape: tuple[int, ...]) -> bool:
         """Whether the two matrices are smaller than the gradient."""

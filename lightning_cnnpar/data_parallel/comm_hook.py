@@ -1,14 +1,15 @@
 """How a bucket of gradients is averaged over replicas: one interface for dense and compressed ways, on any device."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, final
 
-import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_cnnpar.compression import CompressionEngine, Part
 from lightning_cnnpar.data_parallel.buckets import Bucket, real_numel
+from lightning_cnnpar.metrics import Totals
 
 
 class Reduction(Protocol):
@@ -30,7 +31,12 @@ class CommHook(Protocol):
     The reducer calls `reduce` for the buckets in the same order on every rank, during the backward pass and right after
     it, and later waits for each in the same order. Which parameters share a bucket may change between steps, so state
     such as residuals belongs to parameters (`Slot.name`), not to buckets.
+
+    Attributes:
+        momentum: If not 0, sums are not of gradients but of velocities with this momentum.
     """
+
+    momentum: float
 
     def reduce(self, bucket: Bucket) -> Reduction:
         """Start summing `bucket.flat`, which holds this rank's share of the mean, over `bucket.group`.
@@ -38,14 +44,22 @@ class CommHook(Protocol):
         Must not wait for other ranks.
         """
 
-    def finish_round(self) -> None:
-        """All buckets of a backward pass have been waited for."""
+    def finish_round(self, unused: Collection[str]) -> None:
+        """All buckets of a backward pass have been waited for.
 
-    def begin(self, parameters: Mapping[str, torch.device]) -> Sequence[str] | None:
+        Args:
+            unused: Parameters whose sums were not taken: no replica had a gradient, or one came late and was averaged
+                once more. The same on all ranks.
+        """
+
+    def abandon_round(self) -> None:
+        """The backward pass failed after some buckets had started; they have been waited for, and nothing was taken."""
+
+    def begin(self, parameters: Mapping[str, nn.Parameter]) -> Sequence[str] | None:
         """A reducer starts to use this hook.
 
         Args:
-            parameters: Names of its parameters, and where they are.
+            parameters: Its parameters by name.
 
         Returns:
             The order of readiness that buckets follow from the first pass on; `None` to find it in the first pass.
@@ -56,16 +70,21 @@ class CommHook(Protocol):
 class DenseAllReduce:
     """Averages every gradient as it is."""
 
+    momentum = 0.0
+
     def reduce(self, bucket: Bucket) -> Reduction:
         """Start one all-reduce over the flat tensor."""
         work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
         assert work is not None
         return PendingWork(work, bucket.num_bytes)
 
-    def finish_round(self) -> None:
+    def finish_round(self, unused: Collection[str]) -> None:
         """Nothing is kept between passes."""
 
-    def begin(self, parameters: Mapping[str, torch.device]) -> Sequence[str] | None:
+    def abandon_round(self) -> None:
+        """Nothing is kept between passes."""
+
+    def begin(self, parameters: Mapping[str, nn.Parameter]) -> Sequence[str] | None:
         """Every pass is like the first."""
         return None
 
@@ -80,27 +99,30 @@ class CompressedReduce:
 
     def __init__(self, engine: CompressionEngine) -> None:
         self.engine = engine
-        self._resumed: Mapping[str, Any] | None = None
+        self.momentum = engine.momentum
+        self._order: Sequence[str] = ()
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state of a checkpoint: `step`, `residuals` by parameter, and the `order` of readiness."""
-        self._resumed = state
-        self.engine.step = int(state["step"])
+        """Go on from the state of a checkpoint: that of the engine, and the `order` of readiness."""
+        self.engine.load_state(state)
+        self._order = state["order"]
 
     def reduce(self, bucket: Bucket) -> Reduction:
         """Start to sum a bucket."""
         return self.engine.start(bucket.index, [_part(bucket, slot) for slot in bucket.slots])
 
-    def finish_round(self) -> None:
+    def finish_round(self, unused: Collection[str]) -> None:
         """A step is complete."""
-        self.engine.finish_step()
+        self.engine.finish_step(unused)
 
-    def begin(self, parameters: Mapping[str, torch.device]) -> Sequence[str] | None:
+    def abandon_round(self) -> None:
+        """A step was given up."""
+        self.engine.abandon_step()
+
+    def begin(self, parameters: Mapping[str, nn.Parameter]) -> Sequence[str] | None:
         """Take over what belongs to these parameters of a checkpoint."""
-        if self._resumed is None:
-            return None
-        self.engine.residuals.load(self._resumed["residuals"], parameters)
-        own = [name for name in self._resumed["order"] if name in parameters]
+        self.engine.take_up(parameters)
+        own = [name for name in self._order if name in parameters]
         return own if len(own) == len(parameters) else None
 
 
@@ -126,7 +148,7 @@ class PendingWork:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReductionStatistics:
+class ReductionStatistics(Totals):
     """Running totals of a reducer; a monitor takes differences between steps.
 
     Attributes:
@@ -144,7 +166,3 @@ class ReductionStatistics:
     num_overlapped: int = 0
     num_late: int = 0
     seconds_waited: float = 0.0
-
-    def plus(self, **counts: float) -> "ReductionStatistics":
-        """These totals with `counts` added."""
-        return dataclasses.replace(self, **{name: getattr(self, name) + count for name, count in counts.items()})

@@ -20,11 +20,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import final
+from typing import Any, final
 
 from torch.utils.hooks import RemovableHandle
 
 from lightning_cnnpar._compat import queue_backward_callback
+from lightning_cnnpar.config import ConfigurationError
 from lightning_cnnpar.data_parallel.accumulation import NamedParameter, after_accumulation, is_trainable_kind
 from lightning_cnnpar.data_parallel.agreement import agree, broadcast_order
 from lightning_cnnpar.data_parallel.buckets import Bucket, assign_buckets, flat_kind, gradient_bytes
@@ -104,7 +105,7 @@ class GradientReducer:
         self._touched = bytearray(len(self._named))
         self._bucket_of = [0] * len(self._named)
         self._buckets: list[Bucket] = []
-        known = self._hook.begin({name: parameter.device for name, parameter in self._named}) if self._named else None
+        known = self._hook.begin(dict(self._named)) if self._named else None
         self._rebuilt = known is not None
         positions = {name: position for position, (name, _) in enumerate(self._named)}
         self._build_buckets(
@@ -144,6 +145,27 @@ class GradientReducer:
             if self._active and not self._blocked:
                 self._open_round()
                 self._counts_as_ready = False
+
+    @contextlib.contextmanager
+    def one_round(self) -> Iterator[None]:
+        """All backward passes in this context count as one, which ends with it.
+
+        Gradients count as ready only after `ready_enabled(True)`.
+        """
+        if not self._active or self._blocked:
+            yield
+            return
+        with self._lock:
+            self._drain()
+            current = self._new_round()
+            self._round = weakref.ref(current)
+            self._counts_as_ready = False
+        try:
+            yield
+        except BaseException:
+            self._round = None
+            raise
+        self._finish(current)
 
     def ready_enabled(self, enabled: bool) -> None:
         """Say whether gradients that arrive from now on are final: False for all microbatches but the last."""
@@ -212,24 +234,29 @@ class GradientReducer:
         if current is not None:
             return current
         self._drain()
-        expected = bytes(parameter.requires_grad for _, parameter in self._named)
-        current = _Round(
-            finish=self._finish,
-            expected=expected,
-            waiting=[sum(expected[slot.position] for slot in bucket.slots) for bucket in self._buckets],
-            ready=bytearray(len(self._named)),
-        )
+        current = self._new_round()
         queue_backward_callback(current)
         # Weak: when the pass fails, the engine drops the round, and the next pass finds none open.
         self._round = weakref.ref(current)
         self._counts_as_ready = True
         return current
 
+    def _new_round(self) -> _Round:
+        expected = bytes(parameter.requires_grad for _, parameter in self._named)
+        return _Round(
+            finish=self._finish,
+            expected=expected,
+            waiting=[sum(expected[slot.position] for slot in bucket.slots) for bucket in self._buckets],
+            ready=bytearray(len(self._named)),
+        )
+
     def _drain(self) -> None:
         # Left over from a pass that failed after it had started reductions: their memory is still in use.
         left, self._in_flight = self._in_flight, []
         for reduction in left:
             reduction.wait()
+        if left:
+            self._hook.abandon_round()
 
     def _start_ready_buckets(self, current: _Round) -> None:
         while current.next_bucket < len(self._buckets) and current.waiting[current.next_bucket] == 0:
@@ -263,14 +290,29 @@ class GradientReducer:
         for bucket in sorted(self._buckets, key=lambda bucket: not _is_expected(bucket, current)):
             if bucket.index not in current.started and any(slot.position in agreed.touched for slot in bucket.slots):
                 self._start(bucket, current)
+        self._refuse_shared_velocities(agreed.shared)
         self._count(num_bytes=self._shared.start(agreed.shared))
+        taken = agreed.touched - agreed.late
         for index, reduction in current.started.items():
             reduction.wait()
-            self._buckets[index].unpack(agreed.touched - agreed.late)
+            self._buckets[index].unpack(taken)
         self._reduce_again(agreed.late)
         self._shared.finish()
         self._count(seconds_waited=time.perf_counter() - begin)
-        self._close(current, agreed.touched)
+        self._close(current, agreed.touched, self._named_except(taken))
+
+    def _refuse_shared_velocities(self, agreed: bytes) -> None:
+        names = self._shared.touched(agreed) if self._hook.momentum else []
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ConfigurationError(
+                f"TopK(momentum={self._hook.momentum}) gives momentum to the parameters of stages, but"
+                f" {', '.join(map(repr, names[:5]))}{more} are outside of them or shared between them. Leave momentum"
+                " to the optimizer (TopK(momentum=0)), or use pipeline_parallel_size=1."
+            )
+
+    def _named_except(self, taken: set[int]) -> set[str]:
+        return {name for position, (name, _) in enumerate(self._named) if position not in taken}
 
     def _reduce_again(self, late: set[int]) -> None:
         # The gradient itself is still the local sum, as results are only written back at the end, so reduce it whole.
@@ -282,13 +324,13 @@ class GradientReducer:
             bucket.unpack(late)
             self._count(num_reductions=1, num_bytes=reduction.num_bytes, num_late=len(members))
 
-    def _close(self, current: _Round, touched: set[int]) -> None:
+    def _close(self, current: _Round, touched: set[int], unused: set[str]) -> None:
         for position in touched:
             self._touched[position] = 0
         self._in_flight = []
         self._counts_as_ready = True
         self._count(num_rounds=1)
-        self._hook.finish_round()
+        self._hook.finish_round(unused)
         if not self._rebuilt and self._named:
             self._rebuilt = True
             self._rebuild_buckets(current.order)
@@ -322,8 +364,8 @@ class GradientReducer:
         named = [(position, self._named[position]) for position in members]
         return Bucket(index, named, self._mesh.data_group, self._mesh.data_size)
 
-    def _count(self, **counts: float) -> None:
-        self._statistics = self._statistics.plus(**counts)
+    def _count(self, **counts: Any) -> None:
+        self._statistics += ReductionStatistics(**counts)
 
 
 def _is_expected(bucket: Bucket, current: _Round) -> bool:

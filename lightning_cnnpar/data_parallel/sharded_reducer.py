@@ -21,7 +21,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -101,7 +101,7 @@ class ShardedReducer:
         for position, index in enumerate(self._unit_of):
             self._positions[index].append(position)
         if hook is not None and self._slots:
-            hook.begin({slot.name: slot.parameter.device for slot in self._slots})
+            hook.begin({slot.name: slot.parameter for slot in self._slots})
         self._shared = SharedGradients(world_parameters, summed_parameters, mesh)
         self._touched = bytearray(len(self._slots))
         self._round: weakref.ref[_Round] | None = None
@@ -351,7 +351,12 @@ class ShardedReducer:
         self._count(num_rounds=1, seconds_waited=time.perf_counter() - begin)
         self._counts_as_ready = True
         if self._hook is not None:
-            self._hook.finish_round()
+            unused = [
+                slot.name
+                for position, slot in enumerate(self._slots)
+                if position not in agreed.touched or position in agreed.late
+            ]
+            self._hook.finish_round(unused)
 
     def _is_left(self, position: int, current: _Round) -> bool:
         """Whether a gradient has come too late for its unit, or was there when the whole unit was frozen."""
@@ -377,5 +382,5 @@ class ShardedReducer:
         rows = meet(self._mesh, "begins a backward pass", number.to_bytes(4, "little"))
         return [int.from_bytes(row, "little") for row in rows]
 
-    def _count(self, **counts: float) -> None:
-        self._statistics = self._statistics.plus(**counts)
+    def _count(self, **counts: Any) -> None:
+        self._statistics += ReductionStatistics(**counts)

@@ -80,6 +80,10 @@ class SharedGradients:
         first = self._mesh.pipeline_size - self._mesh.pipeline_rank
         return bytes(self._touched) + bytes(first if held else 0 for held in self._held)
 
+    def touched(self, agreed: Sequence[int]) -> list[str]:
+        """Names of the parameters that got a gradient on some rank."""
+        return [name for position, (name, _) in enumerate(self._named) if agreed[position]]
+
     def start(self, agreed: Sequence[int]) -> int:
         """Start reducing what any rank touched.
 

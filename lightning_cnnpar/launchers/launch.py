@@ -1,13 +1,18 @@
 """How the ranks of a node start: Lightning's own launchers, with a check before the first process."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from lightning_cnnpar._compat import multi_processing_launcher, subprocess_script_launcher
 from lightning_cnnpar.config import StartMethod
+from lightning_cnnpar.launchers.preempted import EXIT_CODE, Preempted
 from lightning_cnnpar.launchers.threads import reserve_threads
 
 _SubprocessScriptLauncher = subprocess_script_launcher()
@@ -71,10 +76,42 @@ class CheckedProcessLauncher(_MultiProcessingLauncher):  # type: ignore[misc, va
             reserve_threads(self._strategy.num_processes)
         try:
             reporting = functools.partial(_run_and_report, function, self._strategy)
-            return super().launch(reporting, *args, trainer=trainer, **kwargs)
+            with _handed_on(lambda: self.procs):
+                return super().launch(reporting, *args, trainer=trainer, **kwargs)
         except (ProcessExitedException, ProcessRaisedException) as error:
+            if getattr(error, "exit_code", None) == EXIT_CODE:
+                raise Preempted("The ranks were preempted.") from None
             error.add_note(f"That process was {self._strategy.describe_rank(error.error_index)}.")
             raise
+
+
+@contextlib.contextmanager
+def _handed_on(processes: Callable[[], Sequence[Any]]) -> Iterator[None]:
+    """Hand signals that announce the end of a job on to the ranks, while their parent waits for them."""
+    parent = os.getpid()
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+
+    def hand_on(number: int, frame: Any) -> None:
+        if os.getpid() != parent:
+            # A rank that was forked and has no handler of its own yet.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        for process in processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    for number, handler in before.items():
+        if handler is signal.SIG_DFL:
+            signal.signal(number, hand_on)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _run_and_report(function: Callable[..., Any], strategy: Launchable, *args: Any, **kwargs: Any) -> Any:

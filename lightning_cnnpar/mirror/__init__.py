@@ -4,7 +4,12 @@ user's loader ──► shard_loader: samples of this replica ──► mirror_l
 """
 
 from lightning_cnnpar.mirror.loader import mirror_loader
-from lightning_cnnpar.mirror.randomness import capture_randomness, restore_randomness, share_randomness
+from lightning_cnnpar.mirror.randomness import (
+    capture_randomness,
+    restore_randomness,
+    share_randomness,
+    step_generators,
+)
 from lightning_cnnpar.mirror.resume import epoch_position, resume_epoch
 from lightning_cnnpar.mirror.sampling import ShardedIterable, shard_loader
 
@@ -17,4 +22,5 @@ __all__ = [
     "resume_epoch",
     "shard_loader",
     "share_randomness",
+    "step_generators",
 ]

@@ -97,6 +97,58 @@ def share_randomness(mesh: Mesh, seed: int = 0) -> None:
             restore_randomness(captured[0])
 
 
+class StepGenerators:
+    """Random states of one of several steps that take turns; the outside goes on as it was.
+
+    Args:
+        seed: What the states follow from.
+        device: Whose generator belongs to them, beside those of the CPU.
+    """
+
+    def __init__(self, seed: str, device: torch.device) -> None:
+        self._seed, self._device = seed, device
+        self._own: tuple[States, torch.Tensor | None] | None = None
+        self._outside: tuple[States, torch.Tensor | None] | None = None
+
+    def enter(self) -> None:
+        """Make them the present ones."""
+        self._outside = self._present()
+        if self._own is None:
+            _reseed(self._seed)
+        else:
+            self._set(*self._own)
+
+    def leave(self) -> None:
+        """Note them, and give the outside's back."""
+        assert self._outside is not None
+        self._own = self._present()
+        self._set(*self._outside)
+
+    def _present(self) -> tuple[States, torch.Tensor | None]:
+        on_device = None
+        if self._device.type != "cpu":
+            on_device = torch.get_device_module(self._device).get_rng_state(self._device)
+        return states(), on_device
+
+    def _set(self, on_cpu: States, on_device: torch.Tensor | None) -> None:
+        random.setstate(on_cpu[0])
+        np.random.set_state(on_cpu[1])
+        torch.set_rng_state(on_cpu[2])
+        if on_device is not None:
+            torch.get_device_module(self._device).set_rng_state(on_device, self._device)
+
+
+def step_generators(count: int, device: torch.device) -> list[StepGenerators | None]:
+    """Random states for `count` steps that take turns, drawn from the present ones: one number, whatever the count.
+
+    A single step needs none of its own.
+    """
+    if count == 1:
+        return [None]
+    drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+    return [StepGenerators(f"{drawn}:{number}", device) for number in range(count)]
+
+
 def fingerprint(captured: States | None = None) -> int:
     """63 bits that tell generator states apart."""
     python, numpy, torch_state = captured or states()

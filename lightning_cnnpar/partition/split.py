@@ -82,26 +82,29 @@ class Partitioner:
 
     Args:
         root: The network.
-        num_stages: P, over how many ranks.
+        num_ranks: P, over how many ranks.
         balance: "flops", "parameters", "memory", "time", or relative speeds of the ranks.
-        cut_points: Names of modules that start a new stage, `num_stages` - 1 of them; `None` balances.
+        cut_points: Names of modules that start a new stage, V P - 1 of them; `None` balances.
         owners: Ranks of parameters and buffers that other networks have placed, by their names in `root`.
         name: Of the network, for messages.
+        stages_per_rank: V; stage s goes to rank s mod P.
     """
 
     def __init__(
         self,
         root: nn.Module,
-        num_stages: int,
+        num_ranks: int,
         *,
         balance: str | Sequence[float] = "flops",
         cut_points: Sequence[str] | None = None,
         owners: Mapping[str, int] | None = None,
         name: str = "model",
+        stages_per_rank: int = 1,
     ) -> None:
         self._root = root
-        self._num_stages = num_stages
-        self._speeds = [1.0] * num_stages if isinstance(balance, str) else list(balance)
+        self._num_ranks = num_ranks
+        self._num_stages = num_ranks * stages_per_rank
+        self._speeds = [1.0] * num_ranks if isinstance(balance, str) else list(balance)
         self._metric: Metric = balance if isinstance(balance, str) else "flops"  # type: ignore[assignment]
         self._cut_points = cut_points
         self._name = name
@@ -111,10 +114,11 @@ class Partitioner:
         self._elements = {key: parameter.numel() for key, parameter in root.named_parameters()}
         self.owners: dict[str, int] = dict(owners or {})
         self.shared: frozenset[str] = frozenset()
-        if len(self._speeds) != num_stages:
+        if len(self._speeds) != num_ranks:
             raise PartitionError(
-                f"balance={list(self._speeds)} gives {len(self._speeds)} speeds for {num_stages} ranks of a replica."
+                f"balance={list(self._speeds)} gives {len(self._speeds)} speeds for {num_ranks} ranks of a replica."
             )
+        self._speeds *= stages_per_rank
 
     def program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         """The program for these inputs and the network's present training flags.
@@ -260,12 +264,12 @@ class Partitioner:
         except ImbalanceError as error:
             raise TooManyStagesError(
                 f"{self._name!r} can be cut into {error.possible} stages at most, {self._num_stages} were asked for."
-                f" Use pipeline_parallel_size={max(1, error.possible)} or less."
+                f" Use pipeline_parallel_size x stages_per_rank = {max(1, error.possible)} or less."
             ) from error
         ends = (*boundaries, len(blocks))
         stages = tuple(
-            (rank, tuple(blocks[start:end]))
-            for rank, (start, end) in enumerate(zip((0, *boundaries), ends, strict=True))
+            (number % self._num_ranks, tuple(blocks[start:end]))
+            for number, (start, end) in enumerate(zip((0, *boundaries), ends, strict=True))
         )
         per_stage = stage_costs(row, boundaries, self._speeds)
         ideal = (sum(costs) / sum(self._speeds)) or 1.0
@@ -277,7 +281,7 @@ class Partitioner:
         if len(self._cut_points) != self._num_stages - 1:
             raise PartitionError(
                 f"cut_points={list(self._cut_points)} makes {len(self._cut_points) + 1} stages,"
-                f" pipeline_parallel_size is {self._num_stages}: name {self._num_stages - 1} modules."
+                f" pipeline_parallel_size x stages_per_rank is {self._num_stages}: name {self._num_stages - 1} modules."
             )
         found = []
         for point in self._cut_points:

@@ -107,7 +107,8 @@ class Outbox:
         for position, (tensor, meta) in enumerate(zip(tensors, metas, strict=True)):
             if tensor is not None:
                 dtype = wire_type(meta, self._wire_dtype) if position < len(bundle.values) else meta.dtype
-                self._link.send(wire.flat(tensor, meta, dtype), bundle.destination, tag=bundle.stage)
+                key = ("F", bundle.stage, bundle.destination, microbatch)
+                self._link.send(wire.flat(tensor, meta, dtype), bundle.destination, tag=bundle.stage, key=key)
 
 
 Place = Callable[[int, int, Meta], tuple[Tensor, Tensor] | None]
@@ -125,6 +126,7 @@ class Inbox:
         device: Where stages compute.
         place: Where outputs should arrive.
         wire_dtype: As the senders have it.
+        ahead: How many parcels may be received before they are asked for, which takes their memory; `None`: any number.
     """
 
     def __init__(
@@ -137,10 +139,13 @@ class Inbox:
         device: torch.device,
         place: Place,
         wire_dtype: torch.dtype | None = None,
+        ahead: int | None = None,
     ) -> None:
         self._link, self._vocabulary, self._sizes = link, vocabulary, sizes
         self._device, self._place, self._wire_dtype = device, place, wire_dtype
+        self._ahead = ahead
         self._queues = {source: deque(parcels) for source, parcels in incoming.items()}
+        self._source_of = {bundle.stage: source for source, parcels in incoming.items() for bundle, _ in parcels}
         self._described: dict[int, Metas] = {}
         self._headers: dict[Key, Callable[[], Header]] = {}
         self._arrivals: dict[Key, tuple[list[Arrival], dict[int, Arrival]]] = {}
@@ -154,19 +159,37 @@ class Inbox:
         key = (bundle.stage, microbatch)
         while key not in self._arrivals:
             self._post_run(bundle.source)
-        return self._arrivals.pop(key)
+        arrivals = self._arrivals.pop(key)
+        if self._ahead is not None:
+            self._post_ahead(bundle.source)
+        return arrivals
 
     def _post_run(self, source: int) -> None:
-        """Post receives up to the next one whose description isn't here yet."""
-        queue = self._queues[source]
+        """Post receives up to the next one whose description isn't here yet, or one if they come when asked for."""
         first = True
-        while queue and (first or (queue[0][0].stage, queue[0][1]) not in self._headers):
+        while self._queues[source] and (first or (self._ahead is None and self._is_described(source))):
             first = False
-            bundle, microbatch = queue.popleft()
-            header = self._headers.pop((bundle.stage, microbatch), None)
-            if header is not None:
-                self._described[bundle.stage] = self._vocabulary.hear(source, header())
-            self._arrivals[bundle.stage, microbatch] = self._post(bundle, microbatch, self._described[bundle.stage])
+            self._post_next(source)
+
+    def _post_ahead(self, source: int) -> None:
+        """While one is worked on, the next ones may come in."""
+        assert self._ahead is not None
+        waiting = sum(1 for stage, m in self._arrivals if self._source_of[stage] == source)
+        while self._queues[source] and waiting < self._ahead and self._is_described(source):
+            self._post_next(source)
+            waiting += 1
+
+    def _is_described(self, source: int) -> bool:
+        bundle, microbatch = self._queues[source][0]
+        return (bundle.stage, microbatch) not in self._headers
+
+    def _post_next(self, source: int) -> None:
+        queue = self._queues[source]
+        bundle, microbatch = queue.popleft()
+        header = self._headers.pop((bundle.stage, microbatch), None)
+        if header is not None:
+            self._described[bundle.stage] = self._vocabulary.hear(source, header())
+        self._arrivals[bundle.stage, microbatch] = self._post(bundle, microbatch, self._described[bundle.stage])
 
     def _post(self, bundle: Bundle, microbatch: int, metas: Metas) -> tuple[list[Arrival], dict[int, Arrival]]:
         count = len(bundle.values)

@@ -9,20 +9,21 @@ Parameters accumulate as usual. A graph is freed as soon as its backward has run
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lightning_cnnpar.partition.stage import Program, Stage
+from lightning_cnnpar.partition.stage import Stage
 from lightning_cnnpar.pipeline import wire
-from lightning_cnnpar.pipeline.errors import PipelineError
-from lightning_cnnpar.pipeline.exchange import Arrival, Inbox, Outbox, Vocabulary, receive, take
+from lightning_cnnpar.pipeline.exchange import Arrival, Inbox, Outbox, Place, Vocabulary, take
 from lightning_cnnpar.pipeline.gradients import GradientInbox, GradientOutbox
-from lightning_cnnpar.pipeline.microbatch import is_batched, split_leaf
 from lightning_cnnpar.pipeline.outputs import JoinedOutputs
 from lightning_cnnpar.pipeline.randomness import StageStreams
+from lightning_cnnpar.pipeline.recompute import Recomputation
 from lightning_cnnpar.pipeline.routes import Bundle, Routes
 from lightning_cnnpar.pipeline.schedules import Action
 from lightning_cnnpar.pipeline.transport import Identity, Link
@@ -39,19 +40,26 @@ class Site:
     streams: StageStreams
     device: torch.device
     wire_dtype: torch.dtype | None = None
+    activation_checkpointing: str = "never"
+
+    def recomputes(self, microbatch: int, num_microbatches: int) -> bool:
+        """Whether a microbatch's activations are dropped and computed again."""
+        if self.activation_checkpointing == "except_last":
+            return microbatch < num_microbatches - 1
+        return self.activation_checkpointing == "always"
 
 
-class Run:
-    """One network call on this rank.
+class Executor(ABC):
+    """Runs actions of one network call on this rank; how microbatches come and go is up to who uses it.
 
     Args:
         site: What calls share.
         identity: Which call this is.
-        program: The cut network.
         routes: Its routes on this rank.
-        leaves: Leaves of the network's input, for the whole batch.
-        batch_size: Dimension 0 of those that are cut.
         sizes: Samples in each microbatch.
+        place: Where outputs of other ranks should arrive. Nothing here may refer to the executor itself: it is gone
+            once the user's graph is.
+        ahead: How many parcels may be received before they are asked for; `None` for any number.
     """
 
     def __init__(
@@ -59,25 +67,19 @@ class Run:
         *,
         site: Site,
         identity: Identity,
-        program: Program,
         routes: Routes,
-        leaves: Sequence[Any],
-        batch_size: int,
         sizes: Sequence[int],
+        place: Place,
+        ahead: int | None = None,
     ) -> None:
         self.identity = identity
         self._site, self._routes, self._sizes = site, routes, sizes
         self._has_graph = torch.is_grad_enabled()
-        self._is_cut = [is_batched(leaf, batch_size) for leaf in leaves]
-        needed = {index for stage in routes.stages.values() for index in stage.inputs}
-        self._inputs = {index: self._cut(leaves[index], batch_size) for index in needed}
         self._received: dict[tuple[str, int], Tensor] = {}
         self._made: dict[tuple[int, int], _Made] = {}
         self._sent_metas: dict[tuple[Bundle, int], Mapping[str, Meta]] = {}
         self._received_metas: dict[tuple[Bundle, int], Mapping[str, Meta]] = {}
-        self._coming: list[tuple[int, Arrival]] = []
-        self._freed = False
-        self.outputs = JoinedOutputs(program.num_outputs, sizes, site.device)
+        self._coming: dict[int, list[tuple[int, Arrival]]] = {}
         site.link.enter(identity)
         self._outbox = Outbox(site.link, site.vocabulary, sizes, site.wire_dtype)
         self._inbox = Inbox(
@@ -86,75 +88,66 @@ class Run:
             sizes,
             routes.incoming,
             device=site.device,
-            place=self.outputs.expect,
+            place=place,
             wire_dtype=site.wire_dtype,
+            ahead=ahead,
         )
+
+    @abstractmethod
+    def _outputs_of(self, microbatch: int) -> JoinedOutputs:
+        """Where the outputs of a microbatch are collected."""
+
+    @abstractmethod
+    def _input(self, index: int, microbatch: int) -> Any:
+        """A leaf of the network's input, of one microbatch."""
+
+    def _mode(self, action: Action) -> contextlib.AbstractContextManager[Any]:
+        """What the forward of a stage runs in, also when it is computed again."""
+        return contextlib.nullcontext()
 
     # --- forward
 
-    def forward(self, begin: Callable[[int], None] = lambda stage: None) -> None:
-        """Run the forward table; the outputs of the whole batch are in `outputs` afterwards.
-
-        Args:
-            begin: Called with the stage before each action.
-        """
-        for action in self._routes.table.forward:
-            begin(action.stage)
-            self._forward(action)
-        for parcels in self._routes.incoming.values():
-            for bundle, m in parcels:
-                if bundle.outputs and not bundle.values:
-                    self._receive(bundle, m)
-        for number, arrival in self._coming:
-            self.outputs.add(number, take(arrival))
-        self._coming.clear()
-        self.outputs.check()
-        self._exchange_late_outputs()
-        self._site.link.flush()
-
-    def _exchange_late_outputs(self) -> None:
-        """Small outputs, one message each."""
-        arrivals = {}
-        for parcels in self._routes.incoming.values():
-            for bundle, m in parcels:
-                for number in bundle.outputs if m == 0 else ():
-                    if self.outputs.is_late(number):
-                        meta = self.outputs.late_meta(number)
-                        at = wire.empty(meta, meta.dtype, self._site.device)
-                        arrivals[number] = receive(self._site.link, bundle, meta, at)
-        for bundles in self._routes.outgoing.values():
-            for bundle in bundles:
-                for number in filter(self.outputs.is_late, bundle.outputs):
-                    self.outputs.set_whole(number, self.outputs.join(number))
-                    block = wire.flat(self.outputs.join(number), self.outputs.late_meta(number))
-                    self._site.link.send(block, bundle.destination, tag=bundle.stage)
-        for number, arrival in arrivals.items():
-            self.outputs.set_whole(number, take(arrival))
-
     def _forward(self, action: Action) -> None:
         stage, m = self._routes.stages[action.stage], action.microbatch
-        inputs = [self._inputs[index][m] for index in stage.inputs]
+        inputs = [self._input(index, m) for index in stage.inputs]
         received = [self._value(name, m) for name in stage.receives]
-        with self._told_where(action), self._site.streams.drawing(stage.index):
-            sent, outputs = stage(self._site.root, inputs, received)
-        del received
+        recomputation = self._recomputation(action)
+        root, streams, mode = self._site.root, self._site.streams, self._mode(action)
+
+        def run() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+            with mode:
+                return stage(root, inputs, received)
+
+        with self._told_where(action):
+            before = streams.state(stage.index)
+            with streams.drawing(stage.index):
+                if recomputation is None:
+                    sent, outputs = run()
+                else:
+                    sent, outputs = recomputation.run(run, lambda: streams.replaying(before))
         self._send(stage, m, sent, outputs)
         for name, value in zip(stage.sends, sent, strict=True):
             if name in self._routes.local:
-                self._received[name, m] = _leaf(value, value.requires_grad)
+                self._received[name, m] = leaf_of(value, value.requires_grad)
         if self._has_graph:
-            self._made[stage.index, m] = _Made.of(stage, sent, outputs)
+            self._made[stage.index, m] = _Made.of(stage, sent, outputs, recomputation)
         else:
             for name in self._routes.read_last[stage.index]:
                 del self._received[name, m]
 
+    def _recomputation(self, action: Action) -> Recomputation | None:
+        if not self._has_graph or not self._site.recomputes(action.microbatch, len(self._sizes)):
+            return None
+        return Recomputation(self._site.root, self._routes.stages[action.stage].modules, self._site.device)
+
     def _send(self, stage: Stage, m: int, sent: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         value_metas, output_metas = [wire.describe(value) for value in sent], [wire.describe(out) for out in outputs]
         now: list[Tensor | None] = []
+        joined = self._outputs_of(m)
         for number, output, meta in zip(stage.outputs, outputs, output_metas, strict=True):
-            self.outputs.describe(number, meta)
-            self.outputs.add(number, output)
-            now.append(None if self.outputs.is_late(number) else output)
+            joined.describe(number, meta)
+            joined.add(number, output)
+            now.append(None if joined.is_late(number) else output)
         for bundle in self._routes.outgoing[stage.index]:
             metas = [value_metas[position] for position in bundle.positions]
             values = [sent[position] for position in bundle.positions]
@@ -167,100 +160,73 @@ class Run:
         return self._received[name, m]
 
     def _receive(self, bundle: Bundle, m: int) -> None:
-        """Wait for the values of a parcel; its outputs have time until the end."""
+        """Wait for the values of a parcel; its outputs have time until they are asked for."""
         values, outputs = self._inbox.arrivals(bundle, m)
         self._received_metas[bundle, m] = _differentiable(bundle, [arrival.meta for arrival in values])
         for name, arrival in zip(bundle.values, values, strict=True):
-            self._received[name, m] = _leaf(take(arrival), self._has_graph and arrival.meta.requires_grad)
-        self._coming.extend(outputs.items())
+            self._received[name, m] = leaf_of(take(arrival), self._has_graph and arrival.meta.requires_grad)
+        self._coming.setdefault(m, []).extend(outputs.items())
+
+    def _take_outputs(self, microbatches: Sequence[int]) -> None:
+        """Wait for the outputs of other ranks."""
+        wanted = set(microbatches)
+        for parcels in self._routes.incoming.values():
+            for bundle, m in parcels:
+                if bundle.outputs and not bundle.values and m in wanted:
+                    self._receive(bundle, m)
+        for m in microbatches:
+            joined = self._outputs_of(m)
+            for number, arrival in self._coming.pop(m, ()):
+                joined.add(number, take(arrival))
 
     # --- backward
-
-    @property
-    def backward_actions(self) -> Sequence[Action]:
-        """What `backward` runs on this rank."""
-        return self._routes.table.backward
-
-    def backward(
-        self,
-        gradients: Sequence[Tensor | None],
-        *,
-        keep: bool,
-        parameters: bool = True,
-        before_last: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Run the backward table.
-
-        Args:
-            gradients: Of the whole-batch outputs; the same on every rank of the replica.
-            keep: Keep the graphs for another backward pass.
-            parameters: Accumulate into parameters. Otherwise only inputs get gradients.
-            before_last: Called before the last action of this rank.
-
-        Raises:
-            PipelineError: If the graphs are gone.
-        """
-        if self._freed:
-            raise PipelineError(
-                f"Backward ran a second time through {self.identity.text}, whose activations are freed. Pass"
-                f" `retain_graph=True` to the first backward if that is meant."
-            )
-        self._freed = not keep
-        self._site.link.enter(self.identity)
-        inbox = self._gradient_inbox()
-        outbox = GradientOutbox(self._site.link, self._site.device, self._site.wire_dtype)
-        cut = [None if gradient is None else self._split(gradient) for gradient in gradients]
-        table = self._routes.table.backward
-        for action in table:
-            if action is table[-1]:
-                before_last()
-            made = self._made[action.stage, action.microbatch]
-            if not keep:
-                del self._made[action.stage, action.microbatch]
-            self._backward(action, made, cut, inbox, keep=keep, parameters=parameters)
-            del made
-            self._return_gradients(action, outbox, keep=keep)
-        if not table:
-            before_last()
-        self._site.link.flush()
-
-    def input_gradient(self, index: int) -> Tensor | None:
-        """The gradient of an input from this rank's stages; `None` if they don't read it, or no path leads from it."""
-        parts = self._inputs.get(index, [])
-        taken = [_take_gradient(part) for part in parts]
-        if all(gradient is None for gradient in taken):
-            return None
-        filled = [torch.zeros_like(p) if g is None else g for p, g in zip(parts, taken, strict=True)]
-        if len(filled) == 1:
-            return filled[0]
-        return torch.cat(filled) if self._is_cut[index] else torch.stack(filled).sum(0)
 
     def _backward(
         self,
         action: Action,
-        made: "_Made",
-        gradients: Sequence[Sequence[Tensor] | None],
+        gradients: Sequence[Tensor | None],
         inbox: GradientInbox,
+        outbox: GradientOutbox,
         *,
         keep: bool,
         parameters: bool,
     ) -> None:
-        roots: list[Tensor] = []
+        """Run one backward action.
+
+        Args:
+            action: Which.
+            gradients: Of the microbatch's outputs.
+            inbox: Where gradients of values come from.
+            outbox: Where they go to.
+            keep: Keep the graph for another backward pass.
+            parameters: Accumulate into parameters. Otherwise only inputs get gradients.
+        """
+        made = self._made[action.stage, action.microbatch]
+        if not keep:
+            del self._made[action.stage, action.microbatch]
+        if made.recomputation is not None:
+            # First: it needs no gradient, and fills the time until there is one.
+            with self._told_where(action):
+                made.recomputation.restore()
+        roots: list[GradientEdge] = []
         weights: list[Tensor] = []
         for value, gradient in self._gradients_of(action, made, gradients, inbox):
             roots.append(value)
             weights.append(gradient)
-        if not roots:
-            return
-        with self._told_where(action):
-            if parameters:
-                torch.autograd.backward(roots, weights, retain_graph=keep)
-            elif leaves := self._leaves_of(action):
-                torch.autograd.backward(roots, weights, retain_graph=keep, inputs=leaves)
+        if roots:
+            with self._told_where(action):
+                if parameters:
+                    torch.autograd.backward(roots, weights, retain_graph=keep)
+                elif leaves := self._leaves_of(action):
+                    torch.autograd.backward(roots, weights, retain_graph=keep, inputs=leaves)
+        if made.recomputation is not None:
+            made.recomputation.drop()
+        del made
+        self._return_gradients(action, outbox, keep=keep)
 
     def _gradients_of(
-        self, action: Action, made: "_Made", gradients: Sequence[Sequence[Tensor] | None], inbox: GradientInbox
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+        self, action: Action, made: "_Made", gradients: Sequence[Tensor | None], inbox: GradientInbox
+    ) -> Iterator[tuple[GradientEdge, Tensor]]:
         """What the stage made, with the sum of the gradients from all that read it. Without gradient: left out."""
         m = action.microbatch
         totals: dict[str, Tensor] = {}
@@ -271,22 +237,22 @@ class Run:
                     totals[name] = totals[name] + gradient if name in totals else gradient
         for name, value in made.values.items():
             total = totals.get(name)
-            own = _take_gradient(self._received[name, m]) if name in self._routes.local else None
+            own = take_gradient(self._received[name, m]) if name in self._routes.local else None
             if own is not None:
                 total = own if total is None else total + own
             if total is not None:
                 yield value, total
         for number, output in made.outputs.items():
-            cut = gradients[number]
-            if cut is not None:
-                yield output, cut[m]
+            whole = gradients[number]
+            if whole is not None:
+                yield output, whole
 
     def _return_gradients(self, action: Action, outbox: GradientOutbox, *, keep: bool) -> None:
         for bundle, m in self._routes.gradients_after[action]:
             metas = self._received_metas[bundle, m]
             if metas:
                 leaves = [self._received[name, m] for name in metas]
-                outbox.send(bundle, list(metas.values()), [_take_gradient(leaf) for leaf in leaves])
+                outbox.send(bundle, m, list(metas.values()), [take_gradient(leaf) for leaf in leaves])
             if not keep:
                 for name in bundle.values:
                     del self._received[name, m]
@@ -295,31 +261,10 @@ class Run:
             for name in self._routes.local.intersection(self._routes.stages[action.stage].sends):
                 del self._received[name, action.microbatch]
 
-    def _gradient_inbox(self) -> GradientInbox:
-        return GradientInbox(
-            self._site.link,
-            {
-                source: [parcel for parcel in parcels if self._sent_metas[parcel]]
-                for source, parcels in self._routes.gradients_from.items()
-            },
-            lambda bundle, m: list(self._sent_metas[bundle, m].values()),
-            device=self._site.device,
-            wire_dtype=self._site.wire_dtype,
-        )
-
     def _leaves_of(self, action: Action) -> list[Tensor]:
         stage, m = self._routes.stages[action.stage], action.microbatch
-        leaves = [*(self._inputs[index][m] for index in stage.inputs), *(self._received[n, m] for n in stage.receives)]
+        leaves = [*(self._input(index, m) for index in stage.inputs), *(self._received[n, m] for n in stage.receives)]
         return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-    def _cut(self, leaf: Any, batch_size: int) -> list[Any]:
-        parts = split_leaf(leaf, batch_size, self._sizes)
-        if self._has_graph and isinstance(leaf, Tensor) and leaf.requires_grad:
-            return [_leaf(part, True) for part in parts]
-        return parts
-
-    def _split(self, gradient: Tensor) -> Sequence[Tensor]:
-        return (gradient,) if len(self._sizes) == 1 else torch.split(gradient, list(self._sizes))
 
     @contextlib.contextmanager
     def _told_where(self, action: Action) -> Iterator[None]:
@@ -336,24 +281,37 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class _Made:
-    """What a stage made of one microbatch and a loss can depend on: roots of its autograd graph."""
+    """What a stage made of one microbatch and a loss can depend on: roots of its autograd graph, without their values.
 
-    values: Mapping[str, Tensor]
-    outputs: Mapping[int, Tensor]
+    Values live on only where autograd needs them.
+    """
+
+    values: Mapping[str, GradientEdge]
+    outputs: Mapping[int, GradientEdge]
+    recomputation: Recomputation | None
 
     @classmethod
-    def of(cls, stage: Stage, sent: Sequence[Tensor], outputs: Sequence[Tensor]) -> "_Made":
+    def of(
+        cls,
+        stage: Stage,
+        sent: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        recomputation: Recomputation | None,
+    ) -> "_Made":
         return cls(
-            {name: value for name, value in zip(stage.sends, sent, strict=True) if value.requires_grad},
-            {number: value for number, value in zip(stage.outputs, outputs, strict=True) if value.requires_grad},
+            {name: get_gradient_edge(v) for name, v in zip(stage.sends, sent, strict=True) if v.requires_grad},
+            {number: get_gradient_edge(v) for number, v in zip(stage.outputs, outputs, strict=True) if v.requires_grad},
+            recomputation,
         )
 
 
-def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
+def leaf_of(tensor: Tensor, requires_grad: bool) -> Tensor:
+    """The same values at the start of a graph of their own."""
     return tensor.detach().requires_grad_() if requires_grad else tensor.detach()
 
 
-def _take_gradient(leaf: Any) -> Tensor | None:
+def take_gradient(leaf: Any) -> Tensor | None:
+    """The gradient that a leaf has got, which is taken off it."""
     gradient: Tensor | None = leaf.grad
     leaf.grad = None
     return gradient

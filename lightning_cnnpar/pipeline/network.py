@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,18 +20,23 @@ from lightning_cnnpar._compat import keeps_graph, reaches_leaf
 from lightning_cnnpar.mesh import Coordinates, Mesh
 from lightning_cnnpar.partition.stage import Program
 from lightning_cnnpar.pipeline.autograd import attach, share_gradient
-from lightning_cnnpar.pipeline.batchnorm import DeferredStatistics, batch_norms
+from lightning_cnnpar.pipeline.batchnorm import DeferredStatistics
+from lightning_cnnpar.pipeline.calls import Run
 from lightning_cnnpar.pipeline.errors import PipelineError
 from lightning_cnnpar.pipeline.exchange import Vocabulary
-from lightning_cnnpar.pipeline.executor import Run, Site
+from lightning_cnnpar.pipeline.executor import Site
 from lightning_cnnpar.pipeline.local import run_here
 from lightning_cnnpar.pipeline.microbatch import find_batch, split_sizes
 from lightning_cnnpar.pipeline.outputs import UnbatchedOutputError
+from lightning_cnnpar.pipeline.prepared import Prepared
 from lightning_cnnpar.pipeline.randomness import StageStreams, global_states, set_global_states
-from lightning_cnnpar.pipeline.routes import Routes, plan_routes
-from lightning_cnnpar.pipeline.schedules import gpipe
+from lightning_cnnpar.pipeline.schedules import StepSchedule
+from lightning_cnnpar.pipeline.stepping import NetworkStep
+from lightning_cnnpar.pipeline.steps import StepRun
 from lightning_cnnpar.pipeline.transport import Identity, Link
 
+# Of calls that are under way while other calls of the step begin and end.
+_STEP_CHANNEL = 1
 # Sizes of the microbatches of a batch that is not cut, whatever it holds.
 _WHOLE = (1,)
 
@@ -53,22 +58,11 @@ class GradientSync(Protocol):
         """Whether gradients that are accumulated from now on are the last ones of their parameters."""
 
 
-@dataclasses.dataclass(kw_only=True)
-class _Prepared:
-    """What is worked out once for a program."""
-
-    program: Program
-    batch_norms: Sequence[nn.Module]
-    routes: dict[int, Routes] = dataclasses.field(default_factory=dict)
-    readers: Mapping[int, Set[int]]
-    whole: bool = False
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Call:
     """One network call: its inputs and how they are cut."""
 
-    prepared: _Prepared
+    prepared: Prepared
     leaves: Sequence[Any]
     batch_size: int
     sizes: tuple[int, ...]
@@ -89,6 +83,7 @@ class PipelineNetwork:
         wire_dtype: Narrower type for floating-point values between stages.
         deferred_batch_norm: Update running statistics once per call, as from the whole batch.
         device: Where stages compute; where the first parameter is, by default.
+        activation_checkpointing: Which microbatches compute their activations again: "never", "except_last", "always".
     """
 
     def __init__(
@@ -103,6 +98,7 @@ class PipelineNetwork:
         wire_dtype: torch.dtype | None = None,
         deferred_batch_norm: bool = True,
         device: torch.device | None = None,
+        activation_checkpointing: str = "never",
     ) -> None:
         self.num_microbatches = num_microbatches
         self.name = name
@@ -120,19 +116,21 @@ class PipelineNetwork:
                 streams=self.streams,
                 device=device,
                 wire_dtype=wire_dtype,
+                activation_checkpointing=activation_checkpointing,
             )
-        self._prepared: dict[int, _Prepared] = {}
+        self._prepared: dict[int, Prepared] = {}
         self._calls = 0
         self._outstanding: weakref.WeakSet[Run] = weakref.WeakSet()
         self._told: set[str] = set()
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, label: str) -> Any:
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, label: str, whole: bool = False) -> Any:
         """Run the network. Every rank of the replica calls this, with the same inputs and in the same order.
 
         Args:
             args: Positional arguments of the network's forward.
             kwargs: Its keyword arguments.
             label: Where the user's code is, as in "training_step, batch 3".
+            whole: Leave the batch uncut: it is a microbatch already.
 
         Returns:
             What the network's own forward would return, on every rank.
@@ -143,7 +141,7 @@ class PipelineNetwork:
         """
         leaves, spec = tree.flatten((args, kwargs))
         prepared = self._prepare(self._partitioner.program(args, kwargs))
-        batch_size, sizes = self._cut(leaves, spec, prepared)
+        batch_size, sizes = (1, _WHOLE) if whole else self._cut(leaves, spec, prepared)
         before = self._randomness() if len(sizes) > 1 else None
         try:
             outputs = self._run(self._call(prepared, leaves, batch_size, sizes, label))
@@ -154,6 +152,53 @@ class PipelineNetwork:
             self._tell(f"{unbatched}; only outputs with one entry per sample can be joined")
             outputs = self._run(self._call(prepared, leaves, batch_size, _WHOLE, label))
         return prepared.program.assemble(outputs, leaves)
+
+    def open_step(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        label: str,
+        schedule: StepSchedule,
+        sizes: tuple[int, ...],
+    ) -> NetworkStep:
+        """Begin a step that calls the network once for each microbatch. Every rank of the replica does this.
+
+        Args:
+            args: Positional arguments of the call with the first microbatch.
+            kwargs: Its keyword arguments.
+            label: Where the user's code is.
+            schedule: In which order stages run.
+            sizes: Samples in each microbatch.
+        """
+        assert self._site is not None
+        site = self._site
+        prepared = self._prepare(self._partitioner.program(args, kwargs))
+        program = prepared.program
+        self._calls += 1
+        table, routes, settled = prepared.step_routes(schedule, len(sizes))
+        run = StepRun(
+            site=site,
+            identity=self._identify(label, sizes, _STEP_CHANNEL),
+            num_outputs=program.num_outputs,
+            routes=routes,
+            table=table,
+            settled=settled,
+            sizes=sizes,
+        )
+
+        def share(index: int, gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
+            readers = prepared.readers.get(index, frozenset())
+            with torch.no_grad(), site.link.guarded("share gradients of the network's inputs with"):
+                return share_gradient(gradient, leaf, readers, self._mesh)
+
+        return NetworkStep(
+            run=run,
+            program=program,
+            find_program=self._partitioner.program,
+            statistics=DeferredStatistics(prepared.batch_norms if self._deferred else (), len(sizes)),
+            share=share,
+        )
 
     @property
     def seconds_waited(self) -> float:
@@ -175,7 +220,7 @@ class PipelineNetwork:
     # --- forward
 
     def _call(
-        self, prepared: _Prepared, leaves: Sequence[Any], batch_size: int, sizes: tuple[int, ...], label: str
+        self, prepared: Prepared, leaves: Sequence[Any], batch_size: int, sizes: tuple[int, ...], label: str
     ) -> _Call:
         self._calls += 1
         defer = self._deferred and len(sizes) > 1
@@ -205,7 +250,7 @@ class PipelineNetwork:
             site=site,
             identity=call.identity,
             program=call.prepared.program,
-            routes=self._routes(call.prepared, len(call.sizes)),
+            routes=call.prepared.routes(len(call.sizes)),
             leaves=call.leaves,
             batch_size=call.batch_size,
             sizes=call.sizes,
@@ -222,38 +267,22 @@ class PipelineNetwork:
             list(inputs.values()),
         )
 
-    def _identify(self, label: str, sizes: tuple[int, ...]) -> Identity:
+    def _identify(self, label: str, sizes: tuple[int, ...], channel: int = 0) -> Identity:
         grad = "inference" if torch.is_inference_mode_enabled() else "grad" if torch.is_grad_enabled() else "no_grad"
         mode = "train" if self._root.training else "eval"
         batch = "the batch whole" if sizes == _WHOLE else f"{sum(sizes)} samples in {len(sizes)} microbatches"
         facts = f"{mode}, {grad}, {batch}"
-        return Identity(network=self.name, label=label, counter=self._calls, facts=facts)
+        return Identity(network=self.name, label=label, counter=self._calls, facts=facts, channel=channel)
 
-    def _routes(self, prepared: _Prepared, num_microbatches: int) -> Routes:
-        if num_microbatches not in prepared.routes:
-            ranks = [stage.rank for stage in prepared.program.stages]
-            prepared.routes[num_microbatches] = plan_routes(
-                prepared.program,
-                self._mesh.pipeline_rank,
-                self._mesh.pipeline_size,
-                lambda rank: gpipe(ranks, rank, num_microbatches),
-            )
-        return prepared.routes[num_microbatches]
-
-    def _prepare(self, program: Program) -> _Prepared:
+    def _prepare(self, program: Program) -> Prepared:
         # By identity: the partitioner keeps its programs, and so does this.
         prepared = self._prepared.get(id(program))
         if prepared is None:
-            readers: dict[int, set[int]] = {}
-            for stage in program.stages:
-                for index in stage.inputs:
-                    readers.setdefault(index, set()).add(stage.rank)
-            prepared = self._prepared[id(program)] = _Prepared(
-                program=program, batch_norms=batch_norms(self._root), readers=readers
-            )
+            rank, size = self._mesh.pipeline_rank, self._mesh.pipeline_size
+            prepared = self._prepared[id(program)] = Prepared(program, self._root, rank, size)
         return prepared
 
-    def _cut(self, leaves: Sequence[Any], spec: tree.TreeSpec, prepared: _Prepared) -> tuple[int, tuple[int, ...]]:
+    def _cut(self, leaves: Sequence[Any], spec: tree.TreeSpec, prepared: Prepared) -> tuple[int, tuple[int, ...]]:
         """Batch size and sizes of the microbatches."""
         if self.num_microbatches == 1 or prepared.whole:
             return 1, _WHOLE

@@ -31,11 +31,25 @@ class StageStreams:
     def drawing(self, stage: int) -> Iterator[None]:
         """Let the global generators be those of `stage` inside of the block."""
         outside = global_states(self.device)
-        set_global_states(self._states.get(stage) or self._seeded(stage), self.device)
+        set_global_states(self.state(stage), self.device)
         try:
             yield
         finally:
             self._states[stage] = global_states(self.device)
+            set_global_states(outside, self.device)
+
+    def state(self, stage: int) -> list[Tensor]:
+        """Where the streams of a stage are, for `replaying`."""
+        return self._states.get(stage) or self._seeded(stage)
+
+    @contextlib.contextmanager
+    def replaying(self, state: list[Tensor]) -> Iterator[None]:
+        """Let a stage draw again what it drew from `state` on; its streams stay where they are."""
+        outside = global_states(self.device)
+        set_global_states(state, self.device)
+        try:
+            yield
+        finally:
             set_global_states(outside, self.device)
 
     def snapshot(self) -> Mapping[int, list[Tensor]]:

@@ -5,7 +5,7 @@
 
 Every send is asynchronous. Between two ranks, messages of one direction arrive in the order in which they were sent;
 with NCCL, which has neither tags nor two-way queues, each direction of each pair has a communicator of its own, so a
-send never waits behind a receive.
+send never waits behind a receive; and the way there and the way back have their own, since schedules mix the two.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import struct
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +32,9 @@ _TEXT_BYTES = 224
 _HEADER_BYTES = _NUMBERS.size + _TEXT_BYTES
 # Tags of the control group: beyond those that other code would choose by hand.
 _HEADER_TAG, _BODY_TAG, _DATA_TAG = 1 << 20, 1 << 21, 1 << 22
+_CHANNEL_TAG = 1 << 17
+BACK_TAG = 1 << 16
+"""Added to the tag of what goes back: headers and blocks of the two ways are told apart, also with virtual stages."""
 
 # Types that NCCL can't send by their own name.
 _FOREIGN_TO_NCCL = frozenset(
@@ -39,7 +42,7 @@ _FOREIGN_TO_NCCL = frozenset(
 )
 
 _Lanes = dict[tuple[int, int], dist.ProcessGroup]
-_lanes: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Lanes]" = weakref.WeakKeyDictionary()
+_lanes: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, _Lanes]]" = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,12 +54,15 @@ class Identity:
         label: Where the user's code is, as in "training_step, batch 3".
         counter: Number of the call.
         facts: What else has to be the same: training flag, grad mode, microbatches.
+        channel: Calls of one channel follow each other; those of different ones may be under way at the same time, and
+            their messages never meet.
     """
 
     network: str
     label: str
     counter: int
     facts: str
+    channel: int = 0
 
     @property
     def text(self) -> str:
@@ -100,6 +106,16 @@ class Receipt:
                 self._target.copy_(self._wire)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Sent:
+    """A message on its way, which must stay in memory."""
+
+    work: dist.Work
+    message: Tensor
+    peer: int
+    timeout: timedelta | None
+
+
 class Link:
     """This rank's connections to the other ranks of its replica.
 
@@ -117,7 +133,8 @@ class Link:
         self._device = device
         self._rank = mesh.pipeline_rank
         self._identity = Identity(network="", label="", counter=0, facts="")
-        self._pending: list[tuple[dist.Work, Tensor, int, timedelta | None]] = []
+        self._pending: list[_Sent] = []
+        self._kept: dict[Hashable, list[_Sent]] = {}
         self._is_nccl = _is_nccl(mesh, device)
 
     def enter(self, identity: Identity) -> None:
@@ -126,28 +143,36 @@ class Link:
 
     # --- data
 
-    def send(self, block: Tensor, peer: int, *, tag: int = 0) -> None:
-        """Send a flat block. It must not change before `flush`."""
+    def send(self, block: Tensor, peer: int, *, tag: int = 0, key: Hashable = None) -> None:
+        """Send a flat block. It must not change before `flush`, or before `settle(key)`."""
         if block.numel():
-            route = self._route(block, self._rank, peer)
+            route = self._route(block, self._rank, peer, tag)
             wire = block if route.takes(block) else block.cpu()
-            work = route.group.send([route.view(wire)], route.index, _DATA_TAG + tag)
-            self._pending.append((work, wire, peer, route.timeout))
+            work = route.group.send([route.view(wire)], route.index, _DATA_TAG + self._own(tag))
+            sent = _Sent(work, wire, peer, route.timeout)
+            (self._pending if key is None else self._kept.setdefault(key, [])).append(sent)
 
     def receive(self, block: Tensor, peer: int, *, tag: int = 0) -> Receipt:
         """Receive into a flat block."""
         if not block.numel():
             return Receipt(None, block, block)
-        route = self._route(block, peer, self._rank)
+        route = self._route(block, peer, self._rank, tag)
         wire = block if route.takes(block) else torch.empty_like(block, device="cpu")
-        work = route.group.recv([route.view(wire)], route.index, _DATA_TAG + tag)
+        work = route.group.recv([route.view(wire)], route.index, _DATA_TAG + self._own(tag))
         return Receipt(lambda: self._wait(work, peer, "receive from", route.timeout), wire, block)
 
     def flush(self) -> None:
         """Wait until everything that was sent has left this rank."""
         pending, self._pending = self._pending, []
-        for work, _, peer, timeout in pending:
-            self._wait(work, peer, "send to", timeout)
+        for key in list(self._kept):
+            pending += self._kept.pop(key)
+        for sent in pending:
+            self._wait(sent.work, sent.peer, "send to", sent.timeout)
+
+    def settle(self, key: Hashable) -> None:
+        """Forget the blocks that were sent under `key` and have been received."""
+        for sent in self._kept.pop(key, ()):
+            self._wait(sent.work, sent.peer, "send to", sent.timeout)
 
     @contextlib.contextmanager
     def guarded(self, what: str) -> Iterator[None]:
@@ -164,23 +189,27 @@ class Link:
         body = b"" if header.body is None else pickle.dumps(header.body)
         numbers = _NUMBERS.pack(self._identity.counter, self._identity.digest, header.number, len(body))
         text = self._identity.text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
-        self._send_bytes(numbers + text, peer, _HEADER_TAG + tag)
+        self._send_bytes(numbers + text, peer, _HEADER_TAG + self._own(tag))
         if body:
-            self._send_bytes(body, peer, _BODY_TAG + tag)
+            self._send_bytes(body, peer, _BODY_TAG + self._own(tag))
 
     def expect_header(self, peer: int, *, tag: int) -> Callable[[], Header]:
         """Be ready for a header from one rank; the function that is returned waits for it.
 
         It raises `CollectiveMismatchError` if the other rank is in another call than this one.
         """
-        receive = self._receive_bytes(_HEADER_BYTES, peer, _HEADER_TAG + tag)
-        return lambda: self._read(receive(), peer, tag)
+        own = self._own(tag)
+        receive = self._receive_bytes(_HEADER_BYTES, peer, _HEADER_TAG + own)
+        return lambda: self._read(receive(), peer, own)
 
     # --- inside
 
+    def _own(self, tag: int) -> int:
+        return self._identity.channel * _CHANNEL_TAG + tag
+
     def _send_bytes(self, data: bytes, peer: int, tag: int) -> None:
         message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        self._pending.append((self._control.send([message], peer, tag), message, peer, self._mesh.timeout))
+        self._pending.append(_Sent(self._control.send([message], peer, tag), message, peer, self._mesh.timeout))
 
     def _receive_bytes(self, length: int, peer: int, tag: int) -> Callable[[], bytes]:
         message = bytearray(length)
@@ -214,14 +243,15 @@ class Link:
         assert self._mesh.control_group is not None
         return self._mesh.control_group
 
-    def _route(self, block: Tensor, source: int, destination: int) -> "_Route":
+    def _route(self, block: Tensor, source: int, destination: int, tag: int) -> "_Route":
         peer = destination if source == self._rank else source
         if not self._is_nccl:
             assert self._mesh.pipeline_group is not None
             return _Route(self._mesh.pipeline_group, peer, self._mesh.timeout)
         if block.device.type == "cpu":
             return _Route(self._control, peer, self._mesh.timeout)
-        return _Route(_lanes_of(self._mesh, self._device)[source, destination], int(peer > self._rank), None)
+        way = 2 * self._identity.channel + (tag >= BACK_TAG)
+        return _Route(_lanes_of(self._mesh, self._device, way)[source, destination], int(peer > self._rank), None)
 
     def _mismatch(self, theirs: str, peer: int) -> CollectiveMismatchError:
         return CollectiveMismatchError(
@@ -264,10 +294,17 @@ class _Route:
         return block.view(torch.uint8) if block.dtype in _FOREIGN_TO_NCCL else block
 
 
-def _lanes_of(mesh: Mesh, device: torch.device) -> _Lanes:
-    """One communicator for each direction of each pair of ranks in a replica, made by all of them at the first use."""
+def _lanes_of(mesh: Mesh, device: torch.device, way: int) -> _Lanes:
+    """A communicator for each direction of each pair of ranks in a replica, made by all of them at the first use.
+
+    Args:
+        mesh: The grid.
+        device: Where blocks are.
+        way: What the lanes are for; each way has its own.
+    """
     assert mesh.pipeline_group is not None
-    if mesh.pipeline_group not in _lanes:
+    ways = _lanes.setdefault(mesh.pipeline_group, {})
+    if way not in ways:
         lanes: _Lanes = {}
         for pair in itertools.permutations(range(mesh.pipeline_size), 2):
             if mesh.pipeline_rank not in pair:
@@ -279,8 +316,8 @@ def _lanes_of(mesh: Mesh, device: torch.device) -> _Lanes:
             # Communicators connect at their first message, which takes both ends. Now is when both are here.
             probe, index = torch.zeros(1, device=device), int(sum(pair) - mesh.pipeline_rank > mesh.pipeline_rank)
             (group.send if mesh.pipeline_rank == pair[0] else group.recv)([probe], index, 0).wait()
-        _lanes[mesh.pipeline_group] = lanes
-    return _lanes[mesh.pipeline_group]
+        ways[way] = lanes
+    return ways[way]
 
 
 def _is_nccl(mesh: Mesh, device: torch.device) -> bool:

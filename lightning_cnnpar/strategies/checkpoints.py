@@ -115,16 +115,21 @@ class CheckpointStrategy(GridStrategy, ABC):
         """Residuals of all stages and replicas on rank 0; of less on other ranks."""
         assert self.mesh.data_control_group is not None
         state = compression.engine.gather_state(self.mesh.data_control_group)
+        # What was loaded for networks that have not been called yet. Ranks have loaded all of it, and others may have
+        # taken up some: what they have goes before.
+        waiting = state.pop("waiting")
         state["order"] = networks.gradient_order
-        if self.mesh.pipeline_size == 1 or self.mesh.data_rank > 0:
+        if self.mesh.data_rank > 0:
             return state
+        if self.mesh.pipeline_size == 1:
+            return state | {"residuals": {**waiting, **state["residuals"]}}
         stages: list[Any] | None = [None] * self.mesh.pipeline_size if self.mesh.pipeline_rank == 0 else None
         dist.gather_object(state, stages, dst=self.mesh.global_rank(0), group=self.mesh.control_group)
         if stages is None:
             return state
         return {
             "step": state["step"],
-            "residuals": {name: rows for stage in stages for name, rows in stage["residuals"].items()},
+            "residuals": waiting | {name: rows for stage in stages for name, rows in stage["residuals"].items()},
             "order": [name for stage in stages for name in stage["order"]],
         }
 

@@ -21,12 +21,22 @@ def smallest_fitting_pipeline(module: nn.Module, device: torch.device, devices_p
     Activations are counted with the module's `example_input_array`, where it has one; else they are left out and only
     parameters, gradients and two optimizer states count.
     """
-    needed = TRAINING_COPIES * sum(parameter.nbytes for parameter in module.parameters()) + activation_bytes(module)
-    available = HEADROOM * device_memory(device, devices_per_node)
+    needed = training_bytes(module) + activation_bytes(module)
+    available = usable_memory(device, devices_per_node)
     for size in divisors(devices_per_node):
         if needed / size <= available:
             return size
     return devices_per_node
+
+
+def training_bytes(module: nn.Module) -> int:
+    """Bytes of the parameters, their gradients and two optimizer states."""
+    return TRAINING_COPIES * sum(parameter.nbytes for parameter in module.parameters())
+
+
+def usable_memory(device: torch.device, devices_per_node: int) -> float:
+    """Bytes that a rank may fill with these."""
+    return HEADROOM * device_memory(device, devices_per_node)
 
 
 def device_memory(device: torch.device, devices_per_node: int) -> int:

@@ -13,6 +13,7 @@ From the Trainer's first line to its last:
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from lightning_cnnpar import _compat
 from lightning_cnnpar.compression import CompressionEngine, CompressionPolicy, choose_compressor
 from lightning_cnnpar.config import (
+    STEP_SCHEDULES,
     Balance,
     ConfigurationError,
     HybridOptions,
@@ -46,8 +48,9 @@ from lightning_cnnpar.data_parallel.sync_batchnorm import (
 )
 from lightning_cnnpar.launchers.launch import make_launcher
 from lightning_cnnpar.launchers.pinning import announce, bind_rank
+from lightning_cnnpar.launchers.preempted import Preempted
 from lightning_cnnpar.launchers.watch import FailureWatch
-from lightning_cnnpar.mesh import DEFAULT_TIMEOUT, Coordinates, create_data_group, create_mesh
+from lightning_cnnpar.mesh import DEFAULT_TIMEOUT, Coordinates, create_data_group, create_mesh, create_world_group
 from lightning_cnnpar.metrics import TimeSplit
 from lightning_cnnpar.mirror import share_randomness
 from lightning_cnnpar.partition.ownership import canonical_names, named_tensors
@@ -60,10 +63,18 @@ from lightning_cnnpar.strategies.collectives import (
     use_mesh,
 )
 from lightning_cnnpar.strategies.compression_log import CompressionLog
-from lightning_cnnpar.strategies.fitting import smallest_fitting_pipeline
+from lightning_cnnpar.strategies.fitting import (
+    activation_bytes,
+    smallest_fitting_pipeline,
+    training_bytes,
+    usable_memory,
+)
+from lightning_cnnpar.strategies.held_gradients import HeldGradients
 from lightning_cnnpar.strategies.loaders import distribute_loader
+from lightning_cnnpar.strategies.microbatch_steps import MicrobatchSteps
 from lightning_cnnpar.strategies.networks import Networks
-from lightning_cnnpar.strategies.save_requests import SaveRequests
+from lightning_cnnpar.strategies.preemption import Preemption
+from lightning_cnnpar.strategies.scheduling import Situation, choose_checkpointing, choose_schedule
 from lightning_cnnpar.strategies.step_times import StepTimes
 from lightning_cnnpar.strategies.whole_weights import (
     WholeWeights,
@@ -83,15 +94,18 @@ class HybridStrategy(CheckpointStrategy):
         pipeline_parallel_size: P, over how many ranks a network is cut. "auto" takes 1 if the model fits a device, else
             the smallest divisor of a node's devices over which it fits.
         data_parallel_size: D, the number of replicas. "auto" takes what is left. P x D is the number of ranks.
-        schedule: Order of microbatches. "gpipe": the step runs once on the whole batch, exact for any loss.
+        schedule: Order of microbatches. "gpipe": the step runs once on the whole batch, exact for any loss. "1f1b",
+            "interleaved_1f1b", "zero_bubble": the step runs once for each microbatch, as with gradient accumulation, so
+            that few microbatches are alive at once. "auto": "gpipe" if its activations fit, and says why.
         num_microbatches: M, into how many microbatches a batch is cut; "auto" is 2 P for P > 1, else 1. A batch with
             fewer samples is cut in fewer.
-        stages_per_rank: Virtual stages of each rank, for interleaved schedules.
+        stages_per_rank: V, stages of each rank, for "interleaved_1f1b" and "zero_bubble".
         network: Dotted name of the submodule to cut; `None` cuts what the step calls.
         cut_points: Names of modules that start a new stage; `None` balances.
         balance: What stages are balanced by: "flops", "time" (estimated from operations), "memory", "parameters", or
             relative speeds of the ranks.
-        activation_checkpointing: "never", "except_last" or "always".
+        activation_checkpointing: Which microbatches drop their activations and compute them again for the backward:
+            "never", "except_last", "always", or "auto": "except_last" if they don't fit otherwise.
         deferred_batch_norm: Update BatchNorm's running statistics once a batch, as the unsplit batch would.
         zero_stage: What is cut over the replicas of a stage: 1 optimizer states, 2 also gradients, 3 also parameters.
             0 keeps a copy of all on every replica.
@@ -170,6 +184,8 @@ class HybridStrategy(CheckpointStrategy):
         self._use_sampler = True
         self._times: StepTimes | None = None
         self._comparing: list[Any] = []
+        self._steps: MicrobatchSteps | None = None
+        self._held: HeldGradients | None = None
 
     @property
     def plan(self) -> ParallelPlan:
@@ -185,7 +201,7 @@ class HybridStrategy(CheckpointStrategy):
 
     @property
     def time_split(self) -> TimeSplit:
-        """Where the time of the training steps of this run went on this rank, so far; its first two don't count."""
+        """Where the time of training steps went on this rank, in this or the last `fit`; the first two don't count."""
         return TimeSplit() if self._times is None else self._times.split
 
     # ---- launch ------------------------------------------------------------------------------------------------------
@@ -205,6 +221,12 @@ class HybridStrategy(CheckpointStrategy):
     def check_before_launch(self) -> None:
         """Refuse what can be seen to fail before processes start; the launcher calls this."""
         module = self.lightning_module
+        if module is not None and self.options.schedule in STEP_SCHEDULES and not module.automatic_optimization:
+            raise ConfigurationError(
+                f"schedule={self.options.schedule!r} runs the step once for each microbatch, but"
+                f" {type(module).__name__} steps its optimizers itself (automatic_optimization=False). Use"
+                " schedule='gpipe', which runs the step once."
+            )
         pipeline_size, _ = self._check_sizes()
         if module is None or pipeline_size == 1:
             return
@@ -328,10 +350,11 @@ class HybridStrategy(CheckpointStrategy):
         precision = self.precision_plugin
         module = self.lightning_module
         assert module is not None
+        options = self._resolve_auto(module)
         self._networks = Networks(
             module,
             mesh=self.mesh,
-            options=self.options,
+            options=options,
             num_microbatches=self.num_microbatches,
             device=self.root_device,
             copies=lambda: module_copies(trainer.callbacks, module),
@@ -346,16 +369,58 @@ class HybridStrategy(CheckpointStrategy):
                 " (data_parallel_size=1). The run goes on as with zero_stage=0."
             )
         self._networks.install(reduce_gradients=fitting)
+        self._steps = self._networks.steps = self._microbatch_steps(self._networks, options) if fitting else None
         if fitting and self.mesh.world_size > 1:
             self._times = StepTimes(self._networks.waits)
             trainer.callbacks.append(self._times)
             if self._compression is not None:
                 trainer.callbacks.append(CompressionLog(self._compression.engine))
         if fitting and (self.mesh.pipeline_size > 1 or self._is_sharded):
-            requests = SaveRequests(lambda noted: self.reduce_boolean_decision(noted, all=False))
-            trainer.callbacks[:0] = [WholeWeights(self._networks.make_whole), requests]
+            trainer.callbacks[:0] = [WholeWeights(self._networks.make_whole)]
+        if fitting:
+            # Behind the user's callbacks: at the end of a batch, all of them have seen it.
+            trainer.callbacks.append(Preemption(create_world_group(self.mesh), self.describe_rank(self.local_rank)))
         if fitting and self._is_sharded and self.options.zero_stage == 3:
             self._comparing = compare_whole_values(trainer.callbacks, self._networks.whole_values)
+
+    def _resolve_auto(self, module: Any) -> HybridOptions:
+        """The options of this run, on all ranks alike."""
+        options = self.options
+        if "auto" not in (options.schedule, options.activation_checkpointing):
+            return options
+        situation = Situation(
+            pipeline_size=self.mesh.pipeline_size,
+            num_microbatches=self.num_microbatches,
+            steps_itself=not module.automatic_optimization,
+            parameter_bytes=training_bytes(module),
+            activation_bytes=activation_bytes(module),
+            available_bytes=usable_memory(self.root_device, self.num_processes),
+        )
+        schedule, checkpointing, why = options.schedule, options.activation_checkpointing, []
+        if schedule == "auto":
+            schedule, reason = choose_schedule(situation)
+            why.append(reason)
+        if checkpointing == "auto":
+            checkpointing, reason = choose_checkpointing(situation, schedule)
+            why.append(reason)
+        rank_zero_info("\n".join(why))
+        schedule, checkpointing = self.broadcast((schedule, checkpointing))
+        return dataclasses.replace(options, schedule=schedule, activation_checkpointing=checkpointing)
+
+    def _microbatch_steps(self, networks: Networks, options: HybridOptions) -> MicrobatchSteps | None:
+        schedule = options.schedule
+        if schedule not in STEP_SCHEDULES or self.num_microbatches == 1:
+            return None
+        return MicrobatchSteps(
+            self.lightning_module,
+            networks,
+            schedule=schedule,  # type: ignore[arg-type]
+            num_microbatches=self.num_microbatches,
+            device=self.root_device,
+            deferred_batch_norm=self.options.deferred_batch_norm,
+            backward=self._microbatch_backward,
+            warn=rank_zero_warn,
+        )
 
     def _plain_optimizers(self) -> list[torch.optim.Optimizer]:
         return list(self.optimizers)
@@ -390,6 +455,14 @@ class HybridStrategy(CheckpointStrategy):
         return self.options.zero_stage > 0 and self.mesh.data_size > 1
 
     def _check_optimizers(self) -> None:
+        momentum = 0.0 if self._policy is None else self._policy.momentum
+        for optimizer in self.optimizers if momentum else []:
+            if any(group.get("momentum") for group in optimizer.param_groups):
+                raise ConfigurationError(
+                    f"TopK(momentum={momentum}) gives gradients a momentum before they are chosen, and"
+                    f" {type(optimizer).__name__}(momentum={optimizer.param_groups[0]['momentum']}) would give them"
+                    " another: use momentum=0 in one of the two."
+                )
         if self.mesh.pipeline_size == 1 and not self._is_sharded:
             return
         for optimizer in self.optimizers:
@@ -430,8 +503,18 @@ class HybridStrategy(CheckpointStrategy):
         if self._networks is not None:
             self._networks.reset_step()
             self._networks.begin_step()
+        self._held = None
         with self._in_step("training_step", args):
-            return super().training_step(*args, **kwargs)
+            steps, trainer = self._steps, getattr(self.lightning_module, "_trainer", None)
+            if steps is None or trainer is None or not _compat.backward_follows(trainer):
+                return super().training_step(*args, **kwargs)
+            batch, *rest = args or tuple(kwargs.values())
+            cut = steps.cut(batch)
+            if len(cut.parts) == 1:
+                return super().training_step(*args, **kwargs)
+            self._held = HeldGradients(self.lightning_module, zeroed=_compat.zero_grad_follows(trainer))
+            with self._held.collecting():
+                return steps.run(cut, lambda part: super(HybridStrategy, self).training_step(part, *rest))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's validation step on this rank."""
@@ -484,7 +567,26 @@ class HybridStrategy(CheckpointStrategy):
         if self._networks is not None and kwargs.get("inputs") is not None:
             inputs = kwargs["inputs"]
             self._networks.refuse_chosen_inputs([inputs] if isinstance(inputs, Tensor) else inputs)
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
+        if self._held is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        # The microbatches' losses have run backward already.
+        assert self.lightning_module is not None
+        held, self._held = self._held, None
+        loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        held.give_back()
+        return self.precision_plugin.post_backward(loss, self.lightning_module)
+
+    def _microbatch_backward(self, loss: Tensor, keep: bool) -> None:
+        """Run a microbatch's share of the loss backward."""
+        module = self.lightning_module
+        assert module is not None
+        loss = loss / module.trainer.accumulate_grad_batches
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        loss = loss if scaler is None else scaler.scale(loss)
+        if keep:
+            module.backward(loss, retain_graph=True)
+        else:
+            module.backward(loss)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Be ready to reduce gradients."""
@@ -547,6 +649,9 @@ class HybridStrategy(CheckpointStrategy):
         """Tell the other ranks, or learn which one failed first."""
         if self._watch is None:
             return
+        if isinstance(exception, Preempted):
+            self._watch.close()
+            return
         first = self._watch.report(exception)
         if first is None:
             exception.add_note(f"It was raised on {self.describe_rank(self.local_rank)}.")
@@ -556,7 +661,9 @@ class HybridStrategy(CheckpointStrategy):
     def teardown(self) -> None:
         """Give every rank the whole module on CPU and release devices."""
         trainer = getattr(self.lightning_module, "_trainer", None)
-        if (advice := self.time_split.advice()) is not None:
+        # A later validation or test has nothing to say of the training before it.
+        fitted = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        if fitted and (advice := self.time_split.advice()) is not None:
             rank_zero_warn(advice)
         if self._networks is not None:
             if self._may_communicate():
@@ -566,7 +673,7 @@ class HybridStrategy(CheckpointStrategy):
         compare_as_before(self._comparing)
         self._comparing = []
         if trainer is not None:
-            ours = (WholeWeights, SaveRequests, StepTimes, CompressionLog)
+            ours = (WholeWeights, Preemption, StepTimes, CompressionLog)
             trainer.callbacks[:] = [callback for callback in trainer.callbacks if not isinstance(callback, ours)]
             _compat.give_back_samplers(trainer, self._use_sampler)
         if self.lightning_module is not None and self._layer_sync is not None:
@@ -586,6 +693,7 @@ class HybridStrategy(CheckpointStrategy):
         # Process groups and threads belong to this process; a copy starts without them.
         state = super().__getstate__()
         state.update(_mesh=None, _networks=None, _watch=None, _times=None, _compression=None, _comparing=[])
+        state.update(_steps=None, _held=None)
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HybridStrategy":

@@ -36,6 +36,7 @@ from lightning_cnnpar.partition.split import Partitioner, PartitionError, TooMan
 from lightning_cnnpar.pipeline.network import PipelineNetwork
 from lightning_cnnpar.plan import ParallelPlan, StagePlan
 from lightning_cnnpar.strategies.interception import InterceptedForward, intercept
+from lightning_cnnpar.strategies.microbatch_steps import MicrobatchSteps
 from lightning_cnnpar.strategies.pieces import Pieces
 from lightning_cnnpar.strategies.placement import place_alike
 
@@ -117,6 +118,7 @@ class Networks:
         self._stage_wait = self._gradient_wait = 0.0
         self.ownership = Ownership(mesh.pipeline_rank)
         self.label = OUTSIDE
+        self.steps: MicrobatchSteps | None = None
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -205,7 +207,8 @@ class Networks:
         return self._depth == 0 and bool(self._shadows)
 
     @contextlib.contextmanager
-    def _undistributed(self) -> Iterator[None]:
+    def undistributed(self) -> Iterator[None]:
+        """Calls inside are those of a network that is being run: not intercepted."""
         self._depth += 1
         try:
             yield
@@ -228,7 +231,7 @@ class Networks:
         """An outermost call of `module`: the collective call of a network, or plainly its forward."""
         if self.label == OUTSIDE and not self._is_cut:
             # A summary or a graph of the model, say: all weights are still here, and the other ranks may not call it.
-            with self._undistributed():
+            with self.undistributed():
                 return forward(*args, **kwargs)
         if self.pieces is not None:
             self.pieces.begin_step()
@@ -238,8 +241,12 @@ class Networks:
         if network is not None:
             if self.pieces is not None:
                 self.pieces.announce_call(f"calls network {network.name!r} in {self.label}")
-            with self._undistributed():
-                if self._is_placed(module, network, args, kwargs):
+            with self.undistributed():
+                placed = self._is_placed(module, network, args, kwargs)
+            if placed and self.steps is not None and self.steps.is_running:
+                return self.steps.call(network.pipeline, args, kwargs)
+            if placed:
+                with self.undistributed():
                     return network.pipeline(args, kwargs, label=self.label)
         return self._call_plainly(module, forward, args, kwargs)
 
@@ -262,7 +269,7 @@ class Networks:
         if self._is_transparent(module):
             return forward(*args, **kwargs)
         gathered = contextlib.nullcontext() if self.pieces is None else self.pieces.using(module)
-        with self._undistributed(), gathered:
+        with self.undistributed(), gathered:
             return forward(*args, **kwargs)
 
     def _is_transparent(self, module: nn.Module) -> bool:
@@ -308,6 +315,7 @@ class Networks:
             cut_points=self._options.cut_points,
             owners=local_names(self._module, module, self.ownership.owners),
             name=name,
+            stages_per_rank=self._options.stages_per_rank,
         )
         pipeline = PipelineNetwork(
             module,
@@ -319,6 +327,7 @@ class Networks:
             wire_dtype=self._wire_dtype,
             deferred_batch_norm=self._options.deferred_batch_norm,
             device=self._device,
+            activation_checkpointing=self._options.activation_checkpointing,
         )
         return _Found(name, partitioner, pipeline)
 
@@ -387,6 +396,7 @@ class Networks:
             schedule=self._options.schedule,
             num_microbatches=self._num_microbatches,
             stages=stages,
+            stages_per_rank=self._options.stages_per_rank,
         )
 
     def _check_network_name(self) -> None:
@@ -484,8 +494,30 @@ class Networks:
 
     def ready_enabled(self, enabled: bool) -> None:
         """Whether gradients that are accumulated now are the last of this backward pass."""
+        # A call inside of one microbatch's step doesn't know that other microbatches follow.
+        if self._reducer is not None and not (self.steps is not None and self.steps.is_running):
+            self._reducer.ready_enabled(enabled)
+
+    @contextlib.contextmanager
+    def one_round(self) -> Iterator[None]:
+        """All backward passes inside are one for the averaging of gradients."""
+        if self._reducer is None:
+            self.rebuild_reducer()
+        if self._reducer is None:
+            yield
+            return
+        with self._reducer.one_round():
+            yield
+
+    def final_gradients(self, enabled: bool) -> None:
+        """Whether gradients that come now are the last of their parameters in this step."""
         if self._reducer is not None:
             self._reducer.ready_enabled(enabled)
+
+    @property
+    def pipeline_size(self) -> int:
+        """P."""
+        return self._mesh.pipeline_size
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

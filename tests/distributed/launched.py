@@ -7,6 +7,7 @@ import argparse
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,6 +27,7 @@ class Faulty(nets.Classifier):
 
     def on_fit_start(self) -> None:
         print(f"rank {self.global_rank} has pid {os.getpid()}", flush=True)
+        print(f"listens on {sorted(listening())}", flush=True)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.current_epoch == 1 and batch_idx == 1 and self.global_rank == self.rank:
@@ -38,6 +40,15 @@ class Faulty(nets.Classifier):
     def on_train_epoch_end(self) -> None:
         if self.current_epoch == 0 and self.global_rank == 0:
             print(f"train_loss {float(self.trainer.callback_metrics['train_loss']):.6f}", flush=True)
+
+
+def listening() -> set[str]:
+    """Addresses, in hexadecimal as the kernel writes them, on which this process accepts connections."""
+    links = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    sockets = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    tables = [Path(f"/proc/self/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables for line in table]
+    return {line[1].split(":")[0] for line in lines if line[3] == "0A" and line[9] in sockets}
 
 
 def main() -> None:

@@ -82,6 +82,8 @@ def test_a_name_works_without_an_import(name: str, fits: int, alone: Finished) -
     assert "HybridStrategy" in finished.out
     assert finished.losses == fits * alone.losses
     assert finished.weights == fits * alone.weights
+    # Nobody else on the network can reach the ranks of one machine.
+    assert set(re.findall(r"listens on (\[[^\]]*\])", finished.out)) == {"['0100007F']"}
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]

@@ -41,6 +41,7 @@ def _fit(rank: int, world: int, latency: float) -> tuple[TimeSplit, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(nets.Classifier(), DataLoader(Slow(latency), 4))
+        trainer.validate(trainer.lightning_module, DataLoader(nets.Images(8), 4), verbose=False)
     assert not [callback for callback in trainer.callbacks if "lightning_cnnpar" in type(callback).__module__]
     return strategy.time_split, [str(w.message) for w in caught if "input-bound" in str(w.message)]
 

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 
 from benchmarks import compression_accuracy
 from lightning_cnnpar import ConfigurationError, HybridStrategy
-from lightning_cnnpar.compression import Int8, OneBit, PowerSGD, TopK
+from lightning_cnnpar.compression import Int8, OneBit, PowerSGD, TopK, auto
 from tests import nets
 from tests.fitting import QUIET
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 
 # Of plain Lightning, in this process.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -29,8 +29,9 @@ SAMPLES = 80
 class Toy(nets.Classifier):
     """Notes its losses."""
 
-    def __init__(self) -> None:
+    def __init__(self, momentum: float) -> None:
         super().__init__()
+        self.momentum = momentum
         self.losses: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -39,7 +40,7 @@ class Toy(nets.Classifier):
         return loss
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.03, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), lr=0.03, momentum=self.momentum)
 
 
 def train(
@@ -48,6 +49,7 @@ def train(
     ckpt: str | None = None,
     *,
     steps: int,
+    momentum: float = 0.9,
     **options: Any,
 ) -> dict[str, Any]:
     pl.seed_everything(3, verbose=False)
@@ -66,7 +68,7 @@ def train(
         log_every_n_steps=1,
         **arguments,
     )
-    module = Toy().double()
+    module = Toy(momentum).double()
     trainer.fit(module, DataLoader(nets.Images(SAMPLES), 16 // layout[1]), ckpt_path=ckpt)
     return {"losses": module.losses, "state": dict(module.state_dict())}
 
@@ -76,6 +78,7 @@ CODECS = {
     "onebit": OneBit(min_numel=1, block=64),
     "topk": TopK(ratio=0.1, min_numel=1),
     "powersgd": PowerSGD(rank=2, min_numel=1),
+    "corrected": TopK(ratio=0.1, min_numel=1, ramp_steps=7, momentum=0.9),
 }
 # In the test of whole trainings; what takes long is left to the benchmark.
 TRAINED: dict[str, Any] = {
@@ -120,7 +123,7 @@ def test_case_c57_compressed_training_reaches_the_loss_of_plain_gradients(tmp_pa
 
 def _resume(rank: int, world: int, folder: Path, name: str, layout: tuple[int, int]) -> list[bool]:
     """Ten steps against five, a checkpoint, and five more."""
-    options = {"compression": CODECS[name]}
+    options: dict[str, Any] = {"compression": CODECS[name], "momentum": 0.0 if name == "corrected" else 0.9}
     whole = train(layout, steps=10, **options)
     train(layout, folder=folder / name, steps=5, **options)
     resumed = train(layout, folder=folder / name, ckpt=f"{folder / name}/5.ckpt", steps=10, **options)
@@ -130,7 +133,7 @@ def _resume(rank: int, world: int, folder: Path, name: str, layout: tuple[int, i
 @pytest.mark.case("C56")
 @pytest.mark.parametrize("layout", [(1, 2), (2, 2)])
 def test_case_c56_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, layout: tuple[int, int]) -> None:
-    names = ("topk", "powersgd", "onebit") if layout == (1, 2) else ("topk",)
+    names = ("topk", "corrected", "powersgd", "onebit") if layout == (1, 2) else ("topk",)
     for name in names:
         for same in run_ranks(layout[0] * layout[1], _resume, tmp_path, name, layout, timeout=100):
             assert all(same), name
@@ -138,7 +141,7 @@ def test_case_c56_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, layo
     own = checkpoint.pop("lightning_cnnpar")["compression"]
     trainable = {name: value for name, value in checkpoint["state_dict"].items() if value.dim() > 1}
     assert {name: rows.shape for name, rows in own["residuals"].items()} == {
-        name: (3, value.numel()) for name, value in trainable.items()
+        name: (3, *value.shape) for name, value in trainable.items()
     }
     assert own["step"] == 5
 
@@ -187,6 +190,8 @@ def test_what_can_not_work_is_refused(compression: Any, message: str) -> None:
     [
         (lambda: TopK(ratio=0.0), r"TopK\(ratio=0.0\): give a share in \(0, 1\]"),
         (lambda: TopK(ratio=1.5), r"TopK\(ratio=1.5\)"),
+        (lambda: TopK(momentum=1), r"TopK\(momentum=1\): give a number in \[0, 1\)"),
+        (lambda: TopK(ramp_steps=-1), r"TopK\(ramp_steps=-1\): give a whole number of at least 0"),
         (lambda: PowerSGD(rank=0), r"PowerSGD\(rank=0\): give a whole number of at least 1"),
         (lambda: Int8(block=12), r"Int8\(block=12\): give a multiple of 8"),
         (lambda: Int8(exclude="*.fc.*"), r"give a tuple of patterns"),
@@ -196,6 +201,33 @@ def test_what_can_not_work_is_refused(compression: Any, message: str) -> None:
 def test_options_of_compressors_are_checked(make: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make()
+
+
+def _auto(rank: int, world: int, folder: Path) -> None:
+    measured = auto.link_bandwidth
+
+    def differs(group: Any, device: torch.device) -> float:
+        measured(group, device)
+        return 1e3 if rank % 2 else 1e12
+
+    auto.link_bandwidth = differs
+    train((2, 2), folder=folder, steps=5, compression="auto")
+
+
+def test_all_stages_take_the_same_way_though_their_links_differ(tmp_path: Path) -> None:
+    run_ranks(4, _auto, tmp_path, timeout=60)
+    state = torch.load(tmp_path / "5.ckpt", weights_only=True)
+    # Else only some ranks would meet to collect it.
+    assert state["lightning_cnnpar"]["compression"]["step"] == 5
+
+
+def _two_momenta(rank: int, world: int) -> None:
+    train((1, 2), steps=5, compression=TopK(momentum=0.9))
+
+
+def test_two_momenta_are_refused() -> None:
+    with pytest.raises(RankError, match=r"TopK\(momentum=0.9\) gives .* SGD\(momentum=0.9\) would give them another"):
+        run_ranks(2, _two_momenta, timeout=60)
 
 
 def test_one_replica_has_nothing_to_compress() -> None:

@@ -46,7 +46,9 @@ def test_sizes_that_do_not_fit_are_named(
     ("options", "message"),
     [
         ({"schedule": "pipedream"}, r"schedule='pipedream' is unknown. Known: 'gpipe'"),
-        ({"schedule": "1f1b"}, r"schedule='1f1b' is not available in this version"),
+        ({"schedule": "interleaved_1f1b"}, r"stages_per_rank=1 is '1f1b': give stages_per_rank=2 or more"),
+        ({"schedule": "gpipe", "stages_per_rank": 2}, r"needs schedule='interleaved_1f1b' or 'zero_bubble'"),
+        ({"stages_per_rank": 0}, r"stages_per_rank=0: give a whole number of at least 1"),
         ({"pipeline_parallel_size": 0}, r"pipeline_parallel_size=0: give a whole number of at least 1"),
         ({"num_microbatches": 2.5}, r"num_microbatches=2.5"),
         ({"num_microbatches": True}, r"num_microbatches=True"),

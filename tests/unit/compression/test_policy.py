@@ -2,6 +2,7 @@
 
 import pytest
 
+from lightning_cnnpar import ConfigurationError
 from lightning_cnnpar.compression import CompressionPolicy, Int2, Int4, Int8, OneBit, PowerSGD, TopK
 
 CONV = (64, 32, 3, 3)
@@ -39,6 +40,24 @@ def test_a_warm_up_takes_two_bits() -> None:
     policy = CompressionPolicy.of(TopK(warmup_steps=5, error_feedback=False))
     assert policy.compressor("a.weight", CONV, 4) == Int2(error_feedback=False)
     assert isinstance(policy.compressor("a.weight", CONV, 5), TopK)
+
+
+def test_the_share_that_is_sent_falls_in_stages() -> None:
+    policy = CompressionPolicy.of(TopK(ratio=0.001, warmup_steps=2, ramp_steps=6))
+    taken = [policy.compressor("a.weight", CONV, step) for step in range(9)]
+    assert taken[:2] == [Int2()] * 2
+    ratios = [what.ratio for what in taken[2:] if isinstance(what, TopK)]
+    assert ratios == [0.04, 0.04, 0.01, 0.01, 0.0025, 0.0025, 0.001]
+    mild = CompressionPolicy.of(TopK(ratio=0.1, ramp_steps=6)).compressor("a.weight", CONV, 0)
+    assert isinstance(mild, TopK)
+    assert mild.ratio == 0.1
+
+
+def test_momentum_belongs_to_the_whole_run() -> None:
+    assert CompressionPolicy.of({"a.*": TopK(momentum=0.9), "*": "int8"}).momentum == 0.9
+    assert CompressionPolicy.of("int8").momentum == 0
+    with pytest.raises(ConfigurationError, match=r"TopK\(momentum=...\) of 0.5 and 0.9"):
+        CompressionPolicy.of({0: TopK(momentum=0.5), 9: TopK(momentum=0.9)})
 
 
 def test_low_rank_is_taken_where_it_is_smaller() -> None:

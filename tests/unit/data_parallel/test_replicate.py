@@ -29,5 +29,5 @@ def test_one_parameter_under_two_names_is_refused() -> None:
 
 
 def test_statistics_are_totals() -> None:
-    totals = ReductionStatistics().plus(num_bytes=3, num_rounds=1).plus(num_bytes=4)
+    totals = ReductionStatistics(num_bytes=3, num_rounds=1) + ReductionStatistics(num_bytes=4)
     assert totals == ReductionStatistics(num_bytes=7, num_rounds=1)

@@ -61,7 +61,7 @@ def test_more_stages_than_layers(start_method: Any) -> None:
     ("options", "words"),
     [
         ({"schedule": "dualpipe"}, ["schedule='dualpipe' is unknown", "'gpipe'", "'zero_bubble'"]),
-        ({"schedule": "1f1b"}, ["schedule='1f1b' is not available", "'gpipe'"]),
+        ({"schedule": "1f1b", "stages_per_rank": 2}, ["stages_per_rank=2 needs", "'interleaved_1f1b'"]),
         ({"num_microbatches": 0}, ["num_microbatches=0", "at least 1", "'auto'"]),
         ({"balance": "speed"}, ["balance='speed' is unknown", "'flops'"]),
         ({"zero_stage": 4}, ["zero_stage=4 is unknown"]),
