@@ -17,7 +17,7 @@ class _Log:
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, passes: int) -> None:
         self.events.append("begin")
 
     def ready_enabled(self, enabled: bool) -> None:
