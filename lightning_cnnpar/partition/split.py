@@ -104,6 +104,7 @@ class Partitioner:
         self._root = root
         self._num_ranks = num_ranks
         self._num_stages = num_ranks * stages_per_rank
+        self._size = "pipeline_parallel_size" if stages_per_rank == 1 else "pipeline_parallel_size x stages_per_rank"
         self._speeds = [1.0] * num_ranks if isinstance(balance, str) else list(balance)
         self._metric: Metric = balance if isinstance(balance, str) else "flops"  # type: ignore[assignment]
         self._cut_points = cut_points
@@ -264,7 +265,7 @@ class Partitioner:
         except ImbalanceError as error:
             raise TooManyStagesError(
                 f"{self._name!r} can be cut into {error.possible} stages at most, {self._num_stages} were asked for."
-                f" Use pipeline_parallel_size x stages_per_rank = {max(1, error.possible)} or less."
+                f" Use {self._size}={max(1, error.possible)} or less."
             ) from error
         ends = (*boundaries, len(blocks))
         stages = tuple(
@@ -281,7 +282,7 @@ class Partitioner:
         if len(self._cut_points) != self._num_stages - 1:
             raise PartitionError(
                 f"cut_points={list(self._cut_points)} makes {len(self._cut_points) + 1} stages,"
-                f" pipeline_parallel_size x stages_per_rank is {self._num_stages}: name {self._num_stages - 1} modules."
+                f" {self._size} is {self._num_stages}: name {self._num_stages - 1} modules."
             )
         found = []
         for point in self._cut_points:
